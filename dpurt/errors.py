@@ -1,0 +1,136 @@
+"""Every exception dpurt raises on purpose, on one page.
+
+A miss, a full staging pool or an expired lease is a *value* in a reply, never an exception. For channels that are
+closed, broken or busy we raise Trio's own errors. Each class here carries fields, so that a caller need not parse text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+class DpurtError(Exception):
+    """Base of the tree. Never raised itself."""
+
+
+class ConfigError(DpurtError):
+    """A configuration or topology file is wrong. `where` is a path into it, e.g. ``$.space[0].geometry``."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"{where}: {problem}")
+        self.where = where
+        self.problem = problem
+
+
+class ProtocolError(DpurtError):
+    """Base of the two below; `code` is a stable word a program may switch on."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class LocalProtocolError(ProtocolError):
+    """We (or the program calling us) broke the rules of a protocol."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the rules, or refused; for a node's refusal `code` is the code in its reply."""
+
+
+class SpaceMismatch(DpurtError):
+    """Two peers disagree about a space. Secrets are never shown: for them `mine` and `theirs` are ``"<secret>"``."""
+
+    def __init__(self, field: str, mine: object, theirs: object) -> None:
+        shown = "the values differ (secret)" if mine == "<secret>" else f"node has {mine!r}, host has {theirs!r}"
+        super().__init__(f"space field {field!r} differs: {shown}")
+        self.field = field
+        self.mine = mine
+        self.theirs = theirs
+
+
+class DeadlineExceeded(DpurtError):
+    """An operation did not end in its time. `stage` says where it was."""
+
+    def __init__(self, stage: str, budget_s: float) -> None:
+        super().__init__(f"deadline exceeded in {stage} after {budget_s:.3f} s")
+        self.stage = stage
+        self.budget_s = budget_s
+
+
+class NodeUnavailable(DpurtError):
+    """No node answers at this endpoint (down, unreachable, draining or refusing). The engine goes on without it."""
+
+    def __init__(self, endpoint: str, why: str) -> None:
+        super().__init__(f"node at {endpoint} unavailable: {why}")
+        self.endpoint = endpoint
+        self.why = why
+
+
+class BdevError(DpurtError):
+    """A block device operation failed. When this is raised the device no longer touches the buffers.
+
+    `status` is one of ``"io_error"``, ``"out_of_range"``, ``"unaligned"``, ``"short"``, ``"no_space"``, ``"closed"``.
+    """
+
+    def __init__(self, bdev: str, op: str, offset: int, length: int, status: str, detail: str = "") -> None:
+        super().__init__(
+            f"bdev {bdev}: {op} of {length} bytes at {offset} failed: {status}" + (f" ({detail})" if detail else "")
+        )
+        self.bdev = bdev
+        self.op = op
+        self.offset = offset
+        self.length = length
+        self.status = status
+
+
+class BdevTimeout(BdevError):
+    """The deadline passed while the device may still be reading or writing the caller's buffers.
+
+    The buffers must be quarantined until ``await settled()`` returns; only then may they be reused.
+    """
+
+    def __init__(
+        self, bdev: str, op: str, offset: int, length: int, settled: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(bdev, op, offset, length, "timed_out")
+        self.settled = settled
+
+
+class FabricError(DpurtError):
+    """A transfer to or from a peer failed. `status`: ``"closed"``, ``"timed_out"``, ``"protocol"``, ``"limit"``."""
+
+    def __init__(self, peer: str, stage: str, status: str, bytes_done: int = 0, detail: str = "") -> None:
+        super().__init__(
+            f"fabric peer {peer}: {stage}: {status} after {bytes_done} bytes" + (f" ({detail})" if detail else "")
+        )
+        self.peer = peer
+        self.stage = stage
+        self.status = status
+        self.bytes_done = bytes_done
+
+
+class RemoteAccessError(FabricError):
+    """The peer refused an access: unknown or expired lease, region, bounds, or direction."""
+
+    def __init__(self, peer: str, stage: str, detail: str) -> None:
+        super().__init__(peer, stage, "remote_access", 0, detail)
+
+
+class ActorCrashed(DpurtError):
+    """An agent failed more often than its restart policy allows."""
+
+    def __init__(self, actor: str, restarts: int) -> None:
+        super().__init__(f"actor {actor} crashed after {restarts} restarts")
+        self.actor = actor
+        self.restarts = restarts
+
+
+def as_fields(error: BaseException) -> Mapping[str, object]:
+    """The public fields of an error, for structured logs."""
+    return {"error": type(error).__name__, "detail": str(error)}

@@ -1,0 +1,174 @@
+"""Fabrics: how block bytes move between a node and a GPU host.
+
+Implementations: `memory` (tests), `shm` (same machine: the host maps the arena), `tcp` (anywhere). RDMA verbs comes beside
+them. `dpurt.testing.check_fabric` is the contract as a test suite.
+
+Two sides. The **node** side (`Fabric`) owns the arena's regions and decides who may touch what. The **host** side
+(`Endpoint`) pulls leased ranges, writes into its own inbound region, and offers *landing* buffers the node may push into.
+Control (leases, reservations, descriptors) travels on the ZeroMQ channel; a fabric link is opened with the secret `token` that
+came in the authenticated `hello` reply. Only bytes move here.
+
+Deadlines are absolute times of `trio.current_time()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+__all__ = ["AccessCheck", "Endpoint", "Fabric", "FabricStats", "Link", "MemoryRegion", "Piece"]
+
+
+@runtime_checkable
+class MemoryRegion(Protocol):
+    """A contiguous, page-aligned, shareable piece of memory. `dpurt.fabric.region.MemfdRegion` is the arena's.
+
+    `fd` is a memfd where the memory has one, else -1. Device memory (dma-buf) would implement the same.
+    """
+
+    @property
+    def region_id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def view(self) -> memoryview:
+        """The whole region, writable, format ``"B"``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One contiguous run of bytes to move: `length` bytes at `offset` of a region, from or to `local`.
+
+    `lease` is the node's number of the lease (pull) or reservation (store) that allows it.
+    """
+
+    region_id: int
+    offset: int
+    lease: int
+    local: memoryview
+
+
+@dataclass(slots=True)
+class FabricStats:
+    """Plain counters of one side of a fabric."""
+
+    links: int = 0
+    pulls: int = 0
+    bytes_pulled: int = 0
+    stores: int = 0
+    bytes_stored: int = 0
+    pushes: int = 0
+    bytes_pushed: int = 0
+    refused: int = 0
+    errors: int = 0
+
+
+class AccessCheck(Protocol):
+    """The node's word on each remote access. Synchronous, on the node's Trio thread.
+
+    `begin` returns True when session `session` may access that range under that lease now, and then the range stays
+    untouched by others until `end` is called exactly once with the same arguments (transfer done, failed or abandoned).
+    """
+
+    def begin(self, session: int, op: str, region_id: int, offset: int, length: int, lease: int) -> bool: ...
+
+    def end(self, session: int, op: str, region_id: int, offset: int, length: int, lease: int) -> None: ...
+
+
+@runtime_checkable
+class Link(Protocol):
+    """The node's end of one host's connection."""
+
+    @property
+    def session(self) -> int: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    async def push(self, pieces: Sequence[tuple[memoryview, int, int]], deadline: float) -> None:
+        """Copy each (source, landing region id, landing offset) into the host's memory, in order.
+
+        On return the bytes are in the host's memory. Raises FabricError (bytes done; the host discards) otherwise.
+        """
+        ...
+
+    def close(self) -> None:
+        """Cut the host off. Transfers in flight fail; their `AccessCheck.end` is still called."""
+        ...
+
+
+@runtime_checkable
+class Fabric(Protocol):
+    """The node side. One instance per fabric kind; a supervised task runs `serve`."""
+
+    kind: str
+
+    @property
+    def stats(self) -> FabricStats: ...
+
+    def add_region(self, region: MemoryRegion, readers: frozenset[int] | None, writer: int | None) -> None:
+        """Offer a region. `readers`: session numbers that may map or read it (None: decided by AccessCheck alone);
+        `writer`: the one session that may write it (an inbound region), or None."""
+        ...
+
+    def admit(self, session: int, token: bytes, regions: Sequence[int], writable: Sequence[int]) -> None:
+        """Let the bearer of `token` open a link as `session`, to read `regions` and write `writable` region ids."""
+        ...
+
+    def expel(self, session: int) -> None:
+        """Forget the session's token and close its link."""
+        ...
+
+    def link(self, session: int) -> Link | None:
+        """The open link of a session."""
+        ...
+
+    async def serve(
+        self, on_link_closed: Callable[[int], None], *, task_status: object
+    ) -> None:
+        """Accept links until cancelled; `task_status.started(address)` gives the address map that `hello` replies carry
+        (plain strings and ints). `on_link_closed(session)` is called, on the Trio thread, once the session's process
+        provably no longer reads or writes the node's memory through this link (EOF seen, transfers ended)."""
+        ...
+
+
+@runtime_checkable
+class Endpoint(Protocol):
+    """The host side: one open link to a node. Made by `dpurt.fabric.connect(kind, address, token, deadline)`."""
+
+    kind: str
+
+    @property
+    def stats(self) -> FabricStats: ...
+
+    async def pull(self, pieces: Sequence[Piece], deadline: float) -> None:
+        """Copy each piece's remote range into `piece.local`. All or an error; on error no local byte may be used."""
+        ...
+
+    async def store(self, pieces: Sequence[Piece], deadline: float) -> None:
+        """Copy each `piece.local` into the node's inbound region. All or an error."""
+        ...
+
+    def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
+        """A read-only view of the node's memory without a copy, or None where the fabric cannot (tcp). Valid only while
+        the caller holds the lease; the memory is the node's."""
+        ...
+
+    def landing(self, size: int) -> MemoryRegion:
+        """Make and offer a landing region the node may push into. Synchronous; usable in a control message at once."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+Address = Mapping[str, str | int]
