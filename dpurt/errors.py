@@ -47,7 +47,9 @@ class SpaceMismatch(DpurtError):
     """Two peers disagree about a space. Secrets are never shown: for them `mine` and `theirs` are ``"<secret>"``."""
 
     def __init__(self, field: str, mine: object, theirs: object) -> None:
-        shown = "the values differ (secret)" if mine == "<secret>" else f"node has {mine!r}, host has {theirs!r}"
+        shown = (
+            "the values differ (secret)" if mine == "<secret>" else f"node has {mine!r}, host has {theirs!r}"
+        )
         super().__init__(f"space field {field!r} differs: {shown}")
         self.field = field
         self.mine = mine
@@ -80,7 +82,8 @@ class BdevError(DpurtError):
 
     def __init__(self, bdev: str, op: str, offset: int, length: int, status: str, detail: str = "") -> None:
         super().__init__(
-            f"bdev {bdev}: {op} of {length} bytes at {offset} failed: {status}" + (f" ({detail})" if detail else "")
+            f"bdev {bdev}: {op} of {length} bytes at {offset} failed: {status}"
+            + (f" ({detail})" if detail else "")
         )
         self.bdev = bdev
         self.op = op
@@ -107,7 +110,8 @@ class FabricError(DpurtError):
 
     def __init__(self, peer: str, stage: str, status: str, bytes_done: int = 0, detail: str = "") -> None:
         super().__init__(
-            f"fabric peer {peer}: {stage}: {status} after {bytes_done} bytes" + (f" ({detail})" if detail else "")
+            f"fabric peer {peer}: {stage}: {status} after {bytes_done} bytes"
+            + (f" ({detail})" if detail else "")
         )
         self.peer = peer
         self.stage = stage

@@ -159,11 +159,21 @@ def check_same_space(mine: Space, theirs: Space, their_fingerprint: bytes) -> No
 
     `theirs` carries no salt (it does not travel); a differing fingerprint with all public fields equal means the salt.
     """
-    for (name, my_value), (their_name, their_value) in zip(_flat_fields(mine), _flat_fields(theirs), strict=False):
-        if name != their_name or type(my_value) is not type(their_value) or my_value != their_value:
-            raise SpaceMismatch(name, my_value, their_value)
+    difference = first_difference(mine, theirs)
+    if difference is not None:
+        raise SpaceMismatch(*difference)
     if their_fingerprint != mine.fingerprint():
         raise SpaceMismatch("salt", _SECRET, _SECRET)
+
+
+def first_difference(mine: Space, theirs: Space) -> tuple[str, object, object] | None:
+    """(dotted field, my value, their value) of the first public field in which two spaces differ."""
+    for (name, my_value), (their_name, their_value) in zip(
+        _flat_fields(mine), _flat_fields(theirs), strict=False
+    ):
+        if name != their_name or type(my_value) is not type(their_value) or my_value != their_value:
+            return name, my_value, their_value
+    return None
 
 
 # --- block keys ------------------------------------------------------------------------------------------------------

@@ -13,11 +13,27 @@ Deadlines are absolute times of `trio.current_time()`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["AccessCheck", "Endpoint", "Fabric", "FabricStats", "Link", "MemoryRegion", "Piece"]
+import trio
+
+__all__ = [
+    "AccessCheck",
+    "Address",
+    "Endpoint",
+    "Fabric",
+    "FabricStats",
+    "Link",
+    "MemoryRegion",
+    "Piece",
+    "connect",
+]
+
+Address = Mapping[str, str | int]
+"""How a host reaches a fabric; plain values that travel in a `hello` reply."""
 
 
 @runtime_checkable
@@ -60,17 +76,32 @@ class Piece:
 
 @dataclass(slots=True)
 class FabricStats:
-    """Plain counters of one side of a fabric."""
+    """Plain counters of one side of a fabric: one per call or request, bytes of those that ended well.
 
-    links: int = 0
+    A node sees pulls and stores only where it takes part in them: not over shm, where the host copies by itself.
+    """
+
+    links: int = 0  # open now
     pulls: int = 0
     bytes_pulled: int = 0
     stores: int = 0
     bytes_stored: int = 0
     pushes: int = 0
     bytes_pushed: int = 0
-    refused: int = 0
-    errors: int = 0
+    refused: int = 0  # accesses and hellos that were well-formed and not allowed
+    errors: int = 0  # malformed frames, peers too slow, connections that broke in the middle
+
+    def count(self, op: str, num_bytes: int) -> None:
+        """One `op` (pull, store, push) of `num_bytes` ended well."""
+        if op == "pull":
+            self.pulls += 1
+            self.bytes_pulled += num_bytes
+        elif op == "store":
+            self.stores += 1
+            self.bytes_stored += num_bytes
+        else:
+            self.pushes += 1
+            self.bytes_pushed += num_bytes
 
 
 class AccessCheck(Protocol):
@@ -95,6 +126,11 @@ class Link(Protocol):
     @property
     def is_open(self) -> bool: ...
 
+    @property
+    def close_reason(self) -> str | None:
+        """Why the link is no longer open; None while it is."""
+        ...
+
     async def push(self, pieces: Sequence[tuple[memoryview, int, int]], deadline: float) -> None:
         """Copy each (source, landing region id, landing offset) into the host's memory, in order.
 
@@ -102,8 +138,8 @@ class Link(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Cut the host off. Transfers in flight fail; their `AccessCheck.end` is still called."""
+    def close(self, reason: str = "closed by the node") -> None:
+        """Cut the host off. Transfers in flight fail; their `AccessCheck.end` is still called, and `on_link_closed` after."""
         ...
 
 
@@ -121,8 +157,15 @@ class Fabric(Protocol):
         `writer`: the one session that may write it (an inbound region), or None."""
         ...
 
+    def remove_region(self, region_id: int) -> None:
+        """Stop offering a region (an inbound one whose host is gone). Transfers in flight go on; later ones are refused."""
+        ...
+
     def admit(self, session: int, token: bytes, regions: Sequence[int], writable: Sequence[int]) -> None:
-        """Let the bearer of `token` open a link as `session`, to read `regions` and write `writable` region ids."""
+        """Let the bearer of `token` open a link as `session`, to read `regions` and write `writable` region ids.
+
+        A token is a secret of 16 to 64 bytes. It opens one link at a time, until `expel`. Over shm a link maps what is
+        granted and offered when it opens. ValueError: the session is admitted already, or the token's length."""
         ...
 
     def expel(self, session: int) -> None:
@@ -134,17 +177,22 @@ class Fabric(Protocol):
         ...
 
     async def serve(
-        self, on_link_closed: Callable[[int], None], *, task_status: object
+        self,
+        on_link_closed: Callable[[int], None],
+        *,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Accept links until cancelled; `task_status.started(address)` gives the address map that `hello` replies carry
         (plain strings and ints). `on_link_closed(session)` is called, on the Trio thread, once the session's process
-        provably no longer reads or writes the node's memory through this link (EOF seen, transfers ended)."""
+        provably no longer reads or writes the node's memory through this link (EOF seen, transfers ended). Cancelling
+        `serve` closes every link and reports those of which that can be said: a host that maps the memory (shm) may
+        still do so, and is not reported."""
         ...
 
 
 @runtime_checkable
 class Endpoint(Protocol):
-    """The host side: one open link to a node. Made by `dpurt.fabric.connect(kind, address, token, deadline)`."""
+    """The host side: one open link to a node, made by `connect`. All calls on the Trio thread that made it."""
 
     kind: str
 
@@ -161,14 +209,27 @@ class Endpoint(Protocol):
 
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
         """A read-only view of the node's memory without a copy, or None where the fabric cannot (tcp). Valid only while
-        the caller holds the lease; the memory is the node's."""
+        the caller holds the lease; the memory is the node's. Raises RemoteAccessError as `pull` would."""
         ...
 
     def landing(self, size: int) -> MemoryRegion:
-        """Make and offer a landing region the node may push into. Synchronous; usable in a control message at once."""
+        """Make and offer a landing region the node may push into. Synchronous; usable in a control message at once.
+
+        The endpoint owns it: it is closed with it. Region ids count from 1 per endpoint."""
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close the link. Idempotent. Over shm the node is told once the last `view` is dropped."""
+        ...
 
 
-Address = Mapping[str, str | int]
+async def connect(kind: str, address: Address, session: int, token: bytes, deadline: float) -> Endpoint:
+    """Open a link to a node's fabric of that kind, at the address its `hello` reply gave.
+
+    Raises NodeUnavailable (nobody there in time, or no room), RemoteProtocolError ``"denied"`` (session or token).
+    """
+    if kind not in ("memory", "shm", "tcp"):
+        raise ValueError(f"no fabric of kind {kind!r}")
+    module = importlib.import_module(f"dpurt.fabric.{kind}")  # they import this one
+    endpoint: Endpoint = await module.connect(address, session, token, deadline)
+    return endpoint

@@ -1,0 +1,1 @@
+"""The node's agents, one per duty: gateway, index, prefetch, staging, storage, fabric, metrics."""

@@ -1,0 +1,559 @@
+"""The block store: records on one bdev, in a log of segments. Used by the storage agent; not an actor itself.
+
+Theory of operation. `dpurt.core.segment_log` decides where a record goes, `dpurt.core.record` what it looks like, this
+module moves the bytes: a segment's header before its first record, adjacent records in one write, a seal once all
+records of a full segment are written and flushed. Reads verify everything they return.
+
+Crash safety. Nothing on the device is ever updated in place but the superblock (two slots) and a free segment. An append
+counts once it has returned; a crash loses at most appends that had not. `rebuild` trusts the records of sealed segments
+by their header (each read verifies the payload anyway) and verifies the payload of all others. After a power loss,
+records of the segments that were open may be gone too: they are never half there.
+
+Holds. Every operation holds its segment, and one that timed out goes on holding it until the device has answered, so a
+late write never lands in a segment that was given to others.
+
+All methods belong to one Trio thread and may run concurrently. `append` and `read` are shielded from cancellation, since
+the device uses the caller's buffers; the deadline bounds them. After a `BdevTimeout` the caller quarantines the buffers until
+`settled()`. What is hot, which blocks are orphans and what a miss means is left to the index; whose turn it is, to the caller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from dpurt.bdev import Bdev
+from dpurt.bdev.buffers import aligned_buffer
+from dpurt.core import superblock as sb
+from dpurt.core.record import RecordError, RecordHeader, RecordLayout, bad_parts, stamp, unpack_header
+from dpurt.core.segment_log import (
+    HEADER_BLOCK,
+    METADATA_BYTES,
+    LastUse,
+    Placement,
+    SegmentHeader,
+    SegmentLog,
+    SegmentLogStats,
+)
+from dpurt.core.superblock import Superblock
+from dpurt.errors import BdevError, BdevTimeout, ConfigError, DpurtError, LocalProtocolError
+
+from dpurt.agents.device_batch import raise_as_one, run_batch
+from dpurt.agents.segment_scan import Rebuilt, SegmentScan
+
+__all__ = ["BlockStore", "Reclaim", "StoreFull", "StoreStats"]
+
+_BLANK_CHECK_BYTES = (
+    1 << 20
+)  # covers the super blocks and labels of every common file system and volume manager
+_MAX_RUN_BYTES = 4 << 20
+
+
+class StoreFull(DpurtError):
+    """No room for these records before a segment is reclaimed. Nothing was written; `room` records would have fitted."""
+
+    def __init__(self, wanted: int, room: int) -> None:
+        super().__init__(f"no room for {wanted} records, {room} fit: reclaim a segment first")
+        self.wanted = wanted
+        self.room = room
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """A segment about to be reused. The caller drops or re-appends what lives at `offsets`, then calls `finish_reclaim`.
+
+    `reappend_bytes` is how much may be re-appended within the write amplification budget.
+    """
+
+    segment: int
+    fingerprint: bytes
+    record_bytes: int
+    offsets: tuple[int, ...]
+    reappend_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """A snapshot. `refused` counts reads by RecordError reason."""
+
+    store: str
+    incarnation: int
+    log: SegmentLogStats
+    reads: int
+    bytes_read: int
+    appends: int
+    bytes_appended: int
+    seal_failures: int
+    refused: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Counters:
+    reads: int = 0
+    bytes_read: int = 0
+    appends: int = 0
+    bytes_appended: int = 0
+    seal_failures: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A segment that takes records: is its header on the device, and which writes are under way?"""
+
+    header: SegmentHeader
+    has_header: trio.Event = field(default_factory=trio.Event)
+    runs: int = 0
+    is_full: bool = False
+    is_headless: bool = False  # writing the header failed
+    has_failed: bool = False  # any write failed: it must not be sealed
+
+
+@dataclass(slots=True)
+class _Run:
+    """Records that lie side by side in one segment: one device write."""
+
+    segment: int
+    offset: int
+    opens: SegmentHeader | None
+    writing: _Writing
+    images: list[memoryview]
+    length: int
+
+
+class BlockStore:
+    """Make one with `await BlockStore.open(...)`, then `await store.rebuild(...)`, then use it. The bdev stays the caller's."""
+
+    def __init__(
+        self,
+        bdev: Bdev,
+        superblock: Superblock,
+        log: SegmentLog,
+        clock: Callable[[], float],
+        deadline_s: float,
+    ) -> None:
+        self._bdev = bdev
+        self._superblock = superblock
+        self._log = log
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._tag = superblock.store_tag
+        self._writing: dict[int, _Writing] = {}
+        self._counters = _Counters()
+        self._superblock_lock = trio.Lock()
+        self._is_rebuilt = False
+
+    @classmethod
+    async def open(
+        cls,
+        bdev: Bdev,
+        *,
+        capacity_bytes: int,
+        segment_bytes: int = 64 << 20,
+        clock: Callable[[], float],
+        deadline_s: float = 10.0,
+        format: bool = False,
+    ) -> BlockStore:
+        """Load the store on the device, or make one on a blank device; its superblock is written and read back.
+
+        A device with anything else in its first MiB is refused, unless `format` says that it may be overwritten (an
+        existing store is loaded even then). `clock` gives wall-clock seconds. Raises ConfigError or BdevError.
+        """
+        if capacity_bytes > bdev.info.size_bytes:
+            problem = f"{capacity_bytes} exceeds the {bdev.info.size_bytes} bytes of bdev {bdev.info.name}"
+            raise ConfigError("$.store.capacity_bytes", problem)
+        deadline = trio.current_time() + deadline_s
+        found = await _find_superblock(bdev, deadline, may_overwrite=format)
+        superblock = (found or Superblock.fresh(segment_bytes)).opened()
+        if superblock.segment_bytes != segment_bytes:
+            problem = f"the store on bdev {bdev.info.name} was made with {superblock.segment_bytes}, not {segment_bytes}"
+            raise ConfigError("$.store.segment_bytes", problem)
+        log = _make_log(superblock, capacity_bytes)
+        store = cls(bdev, superblock, log, clock, deadline_s)
+        await store._write_superblock(superblock)
+        return store
+
+    # --- restart ---
+
+    async def rebuild(
+        self,
+        layouts: Mapping[bytes, RecordLayout],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Rebuilt:
+        """Scan the device for the records of these spaces and count them as live again. Once, before any append or read.
+
+        Records of other spaces are gone: their segments are free. `on_progress(segments done, segments in all)`.
+        """
+        if self._is_rebuilt:
+            raise LocalProtocolError("already_rebuilt", "rebuild is called once, right after open")
+        scan = SegmentScan(self._bdev, self._log, layouts, self._clock(), self._deadline_s)
+        rebuilt = await scan.run(on_progress)
+        for segment in scan.adopt():
+            await self._seal(segment)
+        self._is_rebuilt = True
+        return rebuilt
+
+    # --- records ---
+
+    async def append(
+        self,
+        layout: RecordLayout,
+        images: Sequence[memoryview],
+        *,
+        deadline: float,
+        group: int = 0,
+        is_reappend: bool = False,
+    ) -> list[int]:
+        """Write packed record images; their offsets. All or nothing. Stamps the images' headers.
+
+        `group` is the placement group (like lifetime and tenant together). Raises StoreFull, BdevError, BdevTimeout.
+        """
+        self._check_ready()
+        room = self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
+        if room < len(images):
+            raise StoreFull(len(images), room)
+        placements = [self._place(layout, group, is_reappend) for _ in images]
+        for image, placement in zip(images, placements, strict=True):
+            stamp(image, layout, self._tag, placement.sequence)
+        runs = self._runs(layout, placements, images)
+        with trio.CancelScope(shield=True):
+            errors = await run_batch([partial(self._write_run, run, deadline) for run in runs])
+        offsets = [placement.offset for placement in placements]
+        if errors:
+            for offset in offsets:
+                self._log.forget(offset)
+            raise_as_one(errors)
+        self._counters.appends += len(images)
+        self._counters.bytes_appended += len(images) * layout.record_bytes
+        return offsets
+
+    async def read(
+        self,
+        layout: RecordLayout,
+        offset: int,
+        image: memoryview,
+        *,
+        key: bytes,
+        shard: int,
+        deadline: float,
+        parts_mask: int | None = None,
+    ) -> RecordHeader:
+        """Read a record, or its header and some parts, into a record image, and verify what was read.
+
+        Raises RecordError when it is not the block wanted or its bytes are not those stored (then nothing in `image` may be
+        used), BdevError, or BdevTimeout (then `image` is in use until `settled()`).
+        """
+        self._check_ready()
+        mask = layout.all_parts if parts_mask is None else parts_mask
+        try:
+            header = await self._read_verified(layout, offset, image, mask, deadline)
+            self._check_wanted(header, key, shard)
+        except RecordError as error:
+            self._counters.refused[error.reason] += 1
+            raise
+        self._counters.reads += 1
+        return header
+
+    def forget(self, offset: int) -> bool:
+        """The record is not wanted any more; False if it was not live. Its segment is free once all of it is dead."""
+        return self._log.forget(offset)
+
+    # --- reclaim ---
+
+    def room(self, layout: RecordLayout, group: int = 0, *, is_reappend: bool = False) -> int:
+        """How many records `append` takes before StoreFull."""
+        return self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
+
+    def reclaim_one(self, last_use: LastUse) -> Reclaim | None:
+        """Choose a segment to reuse; None when none can be (all free, or operations under way in each).
+
+        `last_use` maps an array of record offsets to an array of times. The segment stays readable until `finish_reclaim`.
+        """
+        segment = self._log.victim(last_use)
+        if segment is None:
+            return None
+        header = self._log.header_of(segment)
+        assert header is not None, "a victim is in use"
+        self._log.hold(segment)
+        self._log.close(segment)
+        self._writing.pop(segment, None)
+        offsets = tuple(self._log.live_offsets(segment))
+        return Reclaim(segment, header.fingerprint, header.record_bytes, offsets, self._log.reappend_budget())
+
+    def finish_reclaim(self, reclaim: Reclaim) -> int:
+        """Forget what still lives in the segment and free it (once reads under way end). The number forgotten."""
+        forgotten = self._log.reclaim(reclaim.segment)
+        self._log.unhold(reclaim.segment)
+        return forgotten
+
+    # --- the store as a whole ---
+
+    @property
+    def epochs(self) -> Mapping[str, int]:
+        """Weights generation per space name, as persisted."""
+        return self._superblock.epochs
+
+    @property
+    def incarnation(self) -> int:
+        """How often the store has been opened."""
+        return self._superblock.incarnation
+
+    async def set_epoch(self, space: str, epoch: int) -> None:
+        """Persist a space's epoch. On return it survives a crash."""
+        with trio.CancelScope(shield=True):
+            async with self._superblock_lock:
+                await self._write_superblock(self._superblock.with_epoch(space, epoch))
+
+    async def flush(self) -> None:
+        """Return when every append that has returned survives a power loss."""
+        await self._bdev.flush(self._soon())
+
+    async def seal(self) -> None:
+        """Close and seal the open segments, so that a restart need not verify their payloads."""
+        for segment in self._log.open_segments():
+            if self._writing[segment].runs or self._writing[segment].has_failed:
+                continue
+            del self._writing[segment]
+            self._log.hold(segment)
+            self._log.close(segment)
+            await self._seal(segment)
+            self._log.unhold(segment)
+
+    async def aclose(self) -> None:
+        """Seal and flush. The bdev stays open: it is the caller's. No append may be under way."""
+        with trio.CancelScope(shield=True):
+            await self.seal()
+            await self.flush()
+
+    def stats(self) -> StoreStats:
+        """A snapshot."""
+        counters = self._counters
+        return StoreStats(
+            store=self._superblock.store,
+            incarnation=self.incarnation,
+            log=self._log.stats(),
+            reads=counters.reads,
+            bytes_read=counters.bytes_read,
+            appends=counters.appends,
+            bytes_appended=counters.bytes_appended,
+            seal_failures=counters.seal_failures,
+            refused=dict(counters.refused),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the log's invariants."""
+        self._log.check_integrity()
+
+    # --- inside: writing ---
+
+    def _soon(self) -> float:
+        return trio.current_time() + self._deadline_s
+
+    def _check_ready(self) -> None:
+        if not self._is_rebuilt:
+            raise LocalProtocolError("not_rebuilt", "call rebuild before append or read")
+
+    def _place(self, layout: RecordLayout, group: int, is_reappend: bool) -> Placement:
+        placement = self._log.place(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
+        assert placement is not None, "room was checked"
+        if placement.opens is not None:
+            self._writing[placement.segment] = _Writing(placement.opens)
+        return placement
+
+    def _runs(
+        self, layout: RecordLayout, placements: Sequence[Placement], images: Sequence[memoryview]
+    ) -> list[_Run]:
+        """Group records that lie side by side, and hold their segments."""
+        runs: list[_Run] = []
+        for placement, image in zip(placements, images, strict=True):
+            last = runs[-1] if runs else None
+            if last is None or not _continues(last, placement, layout.record_bytes):
+                last = self._start_run(placement)
+                runs.append(last)
+            last.images.append(image[: layout.record_bytes])
+            last.length += layout.record_bytes
+            last.writing.is_full |= placement.seals
+        return runs
+
+    def _start_run(self, placement: Placement) -> _Run:
+        writing = self._writing[placement.segment]
+        writing.runs += 1
+        self._log.hold(placement.segment)
+        return _Run(placement.segment, placement.offset, placement.opens, writing, [], 0)
+
+    async def _write_run(self, run: _Run, deadline: float) -> None:
+        writing = run.writing
+        with self._giving_back(run.segment):
+            try:
+                await self._ensure_header(run, deadline)
+                group = writing.header.group
+                await self._bdev.write_from(run.offset, run.images, deadline, placement=group)
+            except BdevError:
+                writing.has_failed = True
+                raise
+            finally:
+                writing.runs -= 1
+                is_over = not writing.runs and (writing.is_full or writing.is_headless)
+                if is_over:
+                    del self._writing[run.segment]
+            if is_over and not writing.has_failed:
+                await self._seal(run.segment)
+
+    async def _ensure_header(self, run: _Run, deadline: float) -> None:
+        """The run that opens the segment writes its header; the others wait for that."""
+        writing = run.writing
+        if run.opens is None:
+            await writing.has_header.wait()
+            if writing.is_headless:
+                why = "the header of its segment could not be written"
+                raise BdevError(self._bdev.info.name, "write", run.offset, run.length, "io_error", why)
+            return
+        try:
+            await self._write_segment_block(run.segment, run.opens, deadline)
+        except BdevError:
+            writing.is_headless = True
+            self._log.close(run.segment)
+            raise
+        finally:
+            writing.has_header.set()
+
+    async def _write_segment_block(
+        self, segment: int, header: SegmentHeader, deadline: float, *, is_seal: bool = False
+    ) -> None:
+        block = aligned_buffer(HEADER_BLOCK)
+        header.pack_into(block, is_seal=is_seal)
+        offset = self._log.start_of(segment) + (HEADER_BLOCK if is_seal else 0)
+        await self._bdev.write_from(offset, [block], deadline, placement=header.group)
+        self._log.add_overhead(HEADER_BLOCK)
+
+    async def _seal(self, segment: int) -> None:
+        """Everything in the segment is written: say so on the device. Failing is harmless, a restart then verifies more."""
+        header = self._log.header_of(segment)
+        if header is None:
+            return
+        self._log.hold(segment)
+        try:
+            with self._giving_back(segment):
+                await self._bdev.flush(self._soon())
+                await self._write_segment_block(segment, header, self._soon(), is_seal=True)
+        except BdevError:
+            self._counters.seal_failures += 1
+
+    async def _write_superblock(self, superblock: Superblock) -> None:
+        """Write the next superblock, flush, read it back. It is in force only if all of that worked."""
+        content = sb.encode(superblock)
+        offset = sb.slot_offset(superblock.generation)
+        written, back = aligned_buffer(len(content)), aligned_buffer(len(content))
+        written[:] = content
+        await self._bdev.write_from(offset, [written], self._soon())
+        await self._bdev.flush(self._soon())
+        await self._bdev.read_into(offset, [back], self._soon())
+        if back != written:
+            raise BdevError(
+                self._bdev.info.name,
+                "probe",
+                offset,
+                len(content),
+                "io_error",
+                "what was written reads back differently",
+            )
+        self._log.add_overhead(len(content))
+        self._superblock = superblock
+
+    # --- inside: reading ---
+
+    async def _read_verified(
+        self, layout: RecordLayout, offset: int, image: memoryview, mask: int, deadline: float
+    ) -> RecordHeader:
+        if not self._log.is_live(offset):
+            raise RecordError("stale", f"no live record at {offset}")
+        segment = self._log.segment_of(offset)
+        use = self._log.header_of(segment)
+        assert use is not None, "a segment with live records is in use"
+        self._log.hold(segment)
+        with self._giving_back(segment), trio.CancelScope(shield=True):
+            await self._read_extents(layout.extents(mask), offset, image, deadline)
+        header = unpack_header(image, layout)
+        if (header.store, header.sequence) != (self._tag, use.sequence):
+            raise RecordError("stale", f"sequence {header.sequence}, the segment has {use.sequence}")
+        if bad := bad_parts(layout, image, header, mask):
+            raise RecordError("checksum", f"parts {bad:#x} at {offset}")
+        return header
+
+    async def _read_extents(
+        self, extents: Sequence[tuple[int, int]], offset: int, image: memoryview, deadline: float
+    ) -> None:
+        reads = [
+            partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
+            for start, stop in extents
+        ]
+        raise_as_one(await run_batch(reads))
+        self._counters.bytes_read += sum(stop - start for start, stop in extents)
+
+    def _check_wanted(self, header: RecordHeader, key: bytes, shard: int) -> None:
+        if header.key != key:
+            raise RecordError("key", f"found {header.key.hex()}, wanted {key.hex()}")
+        if header.shard != shard:
+            raise RecordError("shard", f"found {header.shard}, wanted {shard}")
+        if 0 < header.expires_at <= self._clock():
+            raise RecordError("expired")
+
+    # --- inside: holds ---
+
+    @contextmanager
+    def _giving_back(self, segment: int) -> Iterator[None]:
+        """Give a hold back at the end or, where the device may still be at it, once it has settled."""
+        try:
+            yield
+        except BdevTimeout as timeout:
+            self._unhold_when_settled(segment, timeout)
+            raise
+        except BaseException:
+            self._log.unhold(segment)
+            raise
+        self._log.unhold(segment)
+
+    def _unhold_when_settled(self, segment: int, timeout: BdevTimeout) -> None:
+        async def settle() -> None:
+            await timeout.settled()
+            self._log.unhold(segment)
+
+        trio.lowlevel.spawn_system_task(settle)
+
+
+def _continues(run: _Run, placement: Placement, record_bytes: int) -> bool:
+    is_next = placement.segment == run.segment and placement.offset == run.offset + run.length
+    return is_next and run.length + record_bytes <= _MAX_RUN_BYTES
+
+
+def _make_log(superblock: Superblock, capacity_bytes: int) -> SegmentLog:
+    try:
+        return SegmentLog(
+            capacity_bytes=capacity_bytes,
+            segment_bytes=superblock.segment_bytes,
+            store=superblock.store_tag,
+            first_sequence=superblock.incarnation << 32,
+        )
+    except ValueError as error:
+        raise ConfigError("$.store", str(error)) from error
+
+
+async def _find_superblock(bdev: Bdev, deadline: float, *, may_overwrite: bool) -> Superblock | None:
+    """The store's superblock, or None on a device that is blank or may be overwritten."""
+    head = aligned_buffer(min(_BLANK_CHECK_BYTES, bdev.info.size_bytes))
+    await bdev.read_into(0, [head], deadline)
+    found = sb.newest(head[:METADATA_BYTES])
+    if found is None and not may_overwrite and any(head):
+        raise ConfigError(
+            "$.store",
+            f"bdev {bdev.info.name} holds data that is not a dpurt store (or one whose superblocks are both damaged); "
+            "it is left untouched. To erase it, open it with format=True",
+        )
+    if found is None:
+        await bdev.write_from(0, [aligned_buffer(METADATA_BYTES)], deadline)
+    return found

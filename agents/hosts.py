@@ -1,0 +1,229 @@
+"""Who is connected: sessions from `hello` to their end, and the scopes in them. Owned by the gateway agent.
+
+A session ends when its host says ``bye``, falls silent, stops reading, or its fabric link closes. Ending it ends every scope at
+once: leases are free, or quarantined while the host may still map the memory; `link_closed` is the proof that it cannot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import structlog
+import trio
+
+from dpurt.config import Config
+from dpurt.core.events import Event, SequenceGone
+from dpurt.core.identity import check_same_space, conformance_vectors
+from dpurt.errors import SpaceMismatch
+from dpurt.wire import messages as m
+
+from .fabric import FabricAgent
+from .index import IndexAgent
+from .intake import Intake
+from .sessions import HostCounters, Scope, Session
+from .spaces import SpaceState
+from .staging import StagingAgent
+
+log = structlog.get_logger()
+EMPTY = np.empty(0, dtype=np.int64)
+
+
+class Refusal(Exception):
+    """A request this node will not carry out; becomes an `error` reply. Internal to the gateway."""
+
+    def __init__(self, code: str, message: str, **fields: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.fields = fields
+
+
+class Hosts:
+    """The sessions of a node."""
+
+    def __init__(
+        self,
+        config: Config,
+        incarnation: int,
+        index: IndexAgent,
+        staging: StagingAgent,
+        intake: Intake,
+        fabric: FabricAgent,
+        observe: Callable[[Event], object],
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._index = index
+        self._staging = staging
+        self._intake = intake
+        self._fabric = fabric
+        self._observe = observe
+        self._by_number: dict[int, Session] = {}
+        self._numbers = itertools.count(1)
+        self._scope_numbers = itertools.count(1)
+        self.sessions: dict[bytes, Session] = {}
+        self.counters: dict[str, HostCounters] = {}
+        self.ended: dict[str, int] = {}
+        self.is_draining = False
+        fabric.on_link_closed = self.link_closed
+
+    # --- sessions ---
+
+    def hello(self, routing_id: bytes, hello: m.Hello, key: str | None) -> m.HelloReply:
+        """Open a session, or raise Refusal. `key` is the peer's authenticated public key."""
+        if self.is_draining:
+            raise Refusal("draining", "this node is shutting down")
+        if hello.protocol != m.PROTOCOL:
+            raise Refusal("protocol", f"node speaks protocol {m.PROTOCOL}, host {hello.protocol}")
+        host = self._config.host_named(hello.host)
+        if host is None:
+            raise Refusal("unknown_host", f"no host {hello.host!r} in the topology")
+        if host.public_key and host.public_key != key:
+            raise Refusal("unauthorised", f"host {hello.host!r} must use its own key")
+        if len(self.sessions) >= self._config.gateway.max_clients:
+            raise Refusal("busy", f"more than {len(self.sessions)} clients")
+        spaces = {claim.name: self._agreed(claim, host.spaces) for claim in hello.spaces}
+        self.end_session(routing_id, "said hello again")
+        return self._welcome(routing_id, hello, host.inbound_bytes, spaces)
+
+    def _agreed(self, claim: m.SpaceClaim, allowed: Sequence[str]) -> SpaceState:
+        state = self._index.spaces.get(claim.name)
+        if state is None or claim.name not in allowed:
+            raise Refusal(
+                "unknown_space", f"space {claim.name!r} is not one of this host's: {', '.join(allowed)}"
+            )
+        mine = state.space.with_epoch(0)
+        try:
+            check_same_space(mine, claim.to_space(), claim.fingerprint)
+        except SpaceMismatch as error:
+            raise Refusal(
+                "space_mismatch", f"space {claim.name!r}: {error}", field=error.field,
+                mine=str(error.mine), theirs=str(error.theirs),
+            ) from error  # fmt: skip
+        except ValueError as error:
+            raise Refusal("malformed", f"space {claim.name!r}: {error}") from error
+        if tuple(claim.vectors) != conformance_vectors(mine.fingerprint()):
+            raise Refusal("space_mismatch", "the block key vectors differ", field="vectors")
+        if claim.epoch is not None and claim.epoch != state.space.epoch:
+            raise Refusal(
+                "space_mismatch", f"space {claim.name!r}: epoch differs", field="epoch",
+                mine=str(state.space.epoch), theirs=str(claim.epoch),
+            )  # fmt: skip
+        return state
+
+    def _welcome(
+        self, routing_id: bytes, hello: m.Hello, inbound_bytes: int, spaces: dict[str, SpaceState]
+    ) -> m.HelloReply:
+        number = next(self._numbers)
+        choice = self._fabric.choose(hello.host, hello.fabrics)
+        if choice is None:
+            raise Refusal(
+                "no_fabric", f"none of {', '.join(hello.fabrics)} is offered to host {hello.host!r}"
+            )
+        inbound = self._intake.open_session(
+            number, hello.host, inbound_bytes, [s.layout.payload_bytes for s in spaces.values()]
+        )
+        regions = {state.slab.region.region_id: state.slab.region for state in spaces.values()}
+        token = secrets.token_bytes(32)
+        self._fabric.admit(choice.kind, number, token, list(regions.values()), inbound)
+        counters = self.counters.setdefault(hello.host, HostCounters())
+        session = Session(number, routing_id, hello.host, choice.kind, spaces, counters, trio.current_time())
+        self.sessions[routing_id] = self._by_number[number] = session
+        log.info("session_opened", session=number, host=hello.host, fabric=choice.kind)
+        return m.HelloReply(
+            id=hello.id, node=self._config.node.name, incarnation=self._incarnation, session=number,
+            session_timeout_ms=int(self._config.gateway.session_timeout_s * 1000),
+            max_message_bytes=self._config.gateway.max_message_bytes,
+            epochs={name: state.space.epoch for name, state in spaces.items()},
+            fabric=choice.kind, fabric_reason=choice.reason, fabric_address=dict(choice.address), token=token,
+            regions=[
+                *(m.RegionInfo(region=r.region_id, size=r.size, access="read") for r in regions.values()),
+                m.RegionInfo(region=inbound.region_id, size=inbound.size, access="write"),
+            ],
+        )  # fmt: skip
+
+    def end_session(self, routing_id: bytes, why: str) -> None:
+        """The session is over: every scope ends now. Memory the host may still map waits for `link_closed`."""
+        session = self.sessions.pop(routing_id, None)
+        if session is None:
+            return
+        session.ended = True
+        self.ended[why] = self.ended.get(why, 0) + 1
+        log.info("session_ended", session=session.number, host=session.host, why=why)
+        may_read = self._fabric.may_still_read(session.fabric, session.number)
+        for scope in list(session.scopes.values()):
+            self.end_scope(session, scope, SequenceGone(scope.sequence), host_may_read=may_read)
+        self._fabric.expel(session.fabric, session.number)
+        if not may_read:
+            self.link_closed(session.number)
+
+    def link_closed(self, number: int) -> None:
+        """The host's process can no longer touch the node's memory."""
+        session = self._by_number.pop(number, None)
+        if session is None:
+            return
+        if not session.ended:
+            self.end_session(session.routing_id, "fabric link closed")
+        self._staging.host_gone(number)
+        self._intake.close_session(number)
+        self._fabric.forget(session.fabric, number)
+
+    def end_silent(self, now: float) -> None:
+        """End the sessions that were not heard of for too long."""
+        limit = now - self._config.gateway.session_timeout_s
+        for session in [s for s in self.sessions.values() if s.last_seen < limit]:
+            self.end_session(session.routing_id, "silent")
+
+    # --- scopes ---
+
+    def state(self, session: Session, name: str) -> SpaceState:
+        """A space of this session at its present epoch, or Refusal."""
+        state = session.spaces.get(name)
+        if state is None:
+            raise Refusal("unknown_space", f"space {name!r} was not part of this session's hello")
+        if state.retired:
+            raise Refusal("stale_epoch", f"space {name!r} has a new epoch: say hello again")
+        return state
+
+    def scope(self, session: Session, request: str) -> Scope:
+        """An open scope of this session, or Refusal."""
+        scope = session.scopes.get(request)
+        if scope is None:
+            raise Refusal("unknown_request", f"request {request!r} has no scope (look it up first)")
+        if scope.state.retired:
+            raise Refusal("stale_epoch", f"space {scope.state.name!r} has a new epoch: say hello again")
+        scope.used_at = trio.current_time()
+        return scope
+
+    def open_scope(
+        self, session: Session, request: str, state: SpaceState,
+        tokens: bytes | None, digests: list[bytes] | None, shard: int,
+    ) -> Scope:  # fmt: skip
+        """The scope of a request, made when there is none. It remembers the prompt."""
+        if shard >= state.num_shards:
+            raise Refusal("malformed", f"shard {shard} of a space with {state.num_shards}")
+        now = trio.current_time()
+        scope = session.scopes.get(request)
+        if scope is None:
+            if self.is_draining:
+                raise Refusal("draining", "this node is shutting down")
+            if len(session.scopes) >= self._config.gateway.max_scopes_per_client:
+                raise Refusal("busy", f"more than {len(session.scopes)} open requests")
+            scope = Scope(next(self._scope_numbers), request, state, tokens, digests, shard, EMPTY, now, now)
+            session.scopes[request] = scope
+            self._staging.open_scope(scope.number, session.number)
+        elif scope.state is not state:
+            raise Refusal("malformed", f"request {request!r} belongs to space {scope.state.name!r}")
+        scope.tokens, scope.digests, scope.shard, scope.used_at = tokens, digests, shard, now
+        return scope
+
+    def end_scope(self, session: Session, scope: Scope, event: Event, *, host_may_read: bool = False) -> int:
+        """End a scope; how many leases and reservations it held. `event` tells the predictors why."""
+        del session.scopes[scope.request]
+        count = self._staging.end_scope(scope.number, host_may_read=host_may_read)
+        count += self._intake.end_scope(scope.number)
+        self._observe(event)
+        return count

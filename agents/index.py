@@ -1,0 +1,250 @@
+"""The index agent: owns every space's prefix index, the tombstones, expiry and epochs.
+
+Others ask it by plain method calls (see `dpurt.runtime.actor`). Whatever leaves the index goes through `drop`, which tells
+the owners of slots, extents and predictions through `on_dropped`. A restart keeps all state: the structures live in the
+object, and no method leaves them half changed across an await.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import structlog
+import trio
+from numpy.typing import NDArray
+
+from dpurt.core.identity import ROOT_KEY, chain_keys, digest_key, first_difference
+from dpurt.core.prefix_index import Dropped
+from dpurt.core.tombstones import Tombstones
+from dpurt.runtime.actor import Actor
+from dpurt.wire import messages as m
+
+from .spaces import SpaceState, number_of
+
+log = structlog.get_logger()
+EXPIRY_TICK_S = 1.0
+
+
+class IndexAgent(Actor[None]):
+    """Who holds which prefix, in which space."""
+
+    name = "index"
+
+    def __init__(self, tombstones: int = 65_536) -> None:
+        super().__init__(1)
+        self.spaces: dict[str, SpaceState] = {}
+        self.by_number: dict[int, SpaceState] = {}
+        self.tombstones = Tombstones(tombstones)
+        self.refusals = Tombstones(tombstones // 8)
+        self.on_dropped: list[Callable[[SpaceState, Dropped, str], None]] = []
+        self.on_evicted: list[Callable[[int], None]] = []
+        self.drops: dict[str, int] = {}
+
+    # --- spaces and epochs ---
+
+    def add(self, state: SpaceState) -> None:
+        """Take a space (or its next epoch) into service."""
+        old = self.spaces.get(state.name)
+        if old is not None:
+            old.retired = True
+        self.spaces[state.name] = state
+        self.by_number[state.number] = state
+
+    def forget_retired(self, state: SpaceState) -> None:
+        """A retired epoch has nothing left."""
+        assert state.retired
+        self.by_number.pop(state.number, None)
+
+    # --- asking ---
+
+    def match(
+        self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None
+    ) -> NDArray[np.int32]:
+        """Ids of the longest chain the node itself can serve (every shard in staging or on the bdev)."""
+        if tokens is not None:
+            ids = state.index.match(tokens)
+        else:
+            ids = state.index.match_keys([digest_key(state.fingerprint, d) for d in digests or ()])
+        return ids[: state.index.resident_prefix(ids)]
+
+    def touch(self, state: SpaceState, ids: NDArray[np.int32], now: float) -> None:
+        """The chain was used: it is young again, and its expiry starts anew."""
+        state.index.touch(ids, now)
+        if state.ttl_s:
+            state.index.set_expiry(ids, now + state.ttl_s)
+
+    def chain(
+        self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, first: int, count: int
+    ) -> list[bytes] | None:
+        """Key of the block before `first`, then the keys of `count` blocks from there; None when the prompt is shorter."""
+        if tokens is None:
+            keys = [
+                digest_key(state.fingerprint, d) for d in (digests or ())[max(first - 1, 0) : first + count]
+            ]
+            chain = keys if first else [ROOT_KEY, *keys]
+            return chain if len(chain) == count + 1 else None
+        step = state.space.geometry.block_token_bytes
+        if len(tokens) < (first + count) * step:
+            return None
+        parent, at = self._nearest_known(state, tokens, first)
+        keys = chain_keys(
+            state.fingerprint, parent, memoryview(tokens)[at * step : (first + count) * step], step
+        )
+        return [parent, *keys][first - at :]
+
+    def _nearest_known(self, state: SpaceState, tokens: bytes, position: int) -> tuple[bytes, int]:
+        """(key, blocks before it) of the last block before `position` whose key need not be computed."""
+        step = state.space.geometry.block_token_bytes
+        ids = state.index.match(memoryview(tokens)[: position * step])
+        return (state.index.key(int(ids[-1])), len(ids)) if len(ids) else (ROOT_KEY, 0)
+
+    def count_staged(self, state: SpaceState, ids: NDArray[np.int32], shard: int) -> int:
+        """How many of these blocks have a staging slot."""
+        return int(np.count_nonzero(state.index.locations(ids).slot[:, shard] >= 0)) if len(ids) else 0
+
+    def has_shard(self, state: SpaceState, key: bytes, shard: int) -> bool:
+        """Is this shard of the block on one of our tiers?"""
+        block_id = state.index.get(key)
+        return block_id is not None and state.has_shard(block_id, shard)
+
+    def explain(
+        self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, shard: int,
+        others: Sequence[SpaceState],
+    ) -> list[m.Reason]:  # fmt: skip
+        """Why each whole block of a prompt is here or is not."""
+        count = (
+            len(tokens) // state.space.geometry.block_token_bytes
+            if tokens is not None
+            else len(digests or ())
+        )
+        keys = self.chain(state, tokens, digests, 0, count) or [ROOT_KEY]
+        now = trio.current_time()
+        return [
+            self._explain_one(state, i, key, shard, tokens, digests, others, now)
+            for i, key in enumerate(keys[1:])
+        ]
+
+    def _explain_one(
+        self, state: SpaceState, position: int, key: bytes, shard: int, tokens: bytes | None,
+        digests: Sequence[bytes] | None, others: Sequence[SpaceState], now: float,
+    ) -> m.Reason:  # fmt: skip
+        refusal = self.refusals.get(key)
+        if self.has_shard(state, key, shard):
+            where = state.index.locations(np.array([state.index.get(key)], np.int32))
+            tiers = [t for t, v in (("staging", where.slot), ("nvme", where.extent)) if v[0, shard] >= 0]
+            detail = f"in {' and '.join(tiers)}"
+            if refusal is not None:
+                detail += f"; {now - refusal.now:.1f} s ago it was refused: {refusal.reason} {refusal.detail}".rstrip()
+            return m.Reason(block=position, reason="present", detail=detail)
+        tomb = self.tombstones.get(key)
+        if tomb is not None:
+            return m.Reason(block=position, reason=tomb.reason, detail=tomb.detail, age_s=now - tomb.now)
+        elsewhere = self._held_elsewhere(state, position, tokens, digests, shard, others)
+        if elsewhere:
+            return m.Reason(block=position, reason="other_space", detail=elsewhere)
+        if refusal is not None:
+            return m.Reason(
+                block=position, reason=refusal.reason, detail=refusal.detail, age_s=now - refusal.now
+            )
+        return m.Reason(
+            block=position, reason="never_stored", detail="not since this node started, nor found on its bdev"
+        )
+
+    def _held_elsewhere(
+        self, state: SpaceState, position: int, tokens: bytes | None, digests: Sequence[bytes] | None, shard: int,
+        others: Sequence[SpaceState],
+    ) -> str:  # fmt: skip
+        for other in others:
+            if other.space.geometry.block_tokens != state.space.geometry.block_tokens:
+                continue
+            chain = self.chain(other, tokens, digests, position, 1)
+            if chain is not None and self.has_shard(other, chain[1], min(shard, other.num_shards - 1)):
+                name, mine, theirs = first_difference(state.space, other.space) or (
+                    "salt",
+                    "<secret>",
+                    "<secret>",
+                )
+                return (
+                    f"held in space {other.name!r}, which differs in {name}: {mine!r} here, {theirs!r} there"
+                )
+        return ""
+
+    def note_refusal(
+        self, state: SpaceState, handles: NDArray[np.int64], position: int, status: str, detail: str
+    ) -> None:
+        """A load of this block did not get it; kept for `explain`."""
+        if position >= len(handles):
+            return
+        block_id = state.block_id(int(handles[position]))
+        if block_id >= 0:
+            self.refusals.put(state.index.key(block_id), status, trio.current_time(), detail)
+
+    # --- changing ---
+
+    def drop(self, state: SpaceState, block_id: int, reason: str, now: float) -> None:
+        """A block is gone, and with it its descendants."""
+        self._gone(state, state.index.drop(block_id, now), reason, now, first=block_id)
+
+    def enter(
+        self,
+        state: SpaceState,
+        parent: bytes,
+        keys: Sequence[bytes],
+        first: int,
+        tokens: bytes | None,
+        now: float,
+    ) -> NDArray[np.int32] | None:
+        """Records for blocks about to be placed, existing ones kept; None when their parent is unknown."""
+        if first and state.index.get(parent) is None:
+            return None
+        try:
+            if tokens is not None:
+                return state.index.insert(tokens, keys, first, now)
+            return state.index.insert_keys(parent, keys, now)
+        except KeyError:
+            return None
+
+    def forget_empty(self, state: SpaceState, block_id: int) -> None:
+        """Remove a record that was entered and never placed."""
+        state.index.drop(block_id, trio.current_time())
+
+    def place(self, state: SpaceState, block_id: int, shard: int, slot: int, now: float) -> None:
+        """The block is in staging, new."""
+        state.index.set_slot(block_id, shard, slot)
+        if state.ttl_s:
+            state.index.set_expiry(np.array([block_id], np.int32), now + state.ttl_s)
+        self.tombstones.discard(state.index.key(block_id))
+
+    def slot_evicted(self, ref: int, now: float) -> None:
+        """A block left its staging slot for another's sake; without a copy on the bdev it is gone."""
+        state = self.by_number.get(number_of(ref))
+        if state is None or state.retired:
+            return
+        handle, shard = state.unref(ref)
+        block_id = state.block_id(handle)
+        if block_id < 0:
+            return
+        for notify in self.on_evicted:
+            notify(ref)
+        if state.index.clear_slot(block_id, shard):
+            self.drop(state, block_id, "evicted", now)
+
+    def _gone(self, state: SpaceState, dropped: Dropped, reason: str, now: float, first: int = -1) -> None:
+        if not len(dropped.ids):
+            return
+        for block_id, key in zip(dropped.ids.tolist(), dropped.key_list(), strict=True):
+            why = reason if first in (-1, block_id) else "parent_lost"
+            self.tombstones.put(key, why, now, "" if why == reason else f"its prefix was {reason}")
+        self.drops[reason] = self.drops.get(reason, 0) + len(dropped.ids)
+        for notify in self.on_dropped:
+            notify(state, dropped, reason)
+
+    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()
+        while True:
+            await trio.sleep(EXPIRY_TICK_S)
+            now = trio.current_time()
+            for state in list(self.spaces.values()):
+                if state.ttl_s:
+                    self._gone(state, state.index.expire(now), "expired", now)

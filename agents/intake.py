@@ -1,0 +1,404 @@
+"""The intake: how a host's blocks come in. Owns the hosts' inbound regions and the reservations in them. Data and methods, no task.
+
+A host writes into a *cell* of its own inbound region and commits with the parts' CRC-32Cs. Commit first copies the bytes out
+into a staging slot and then checks the copy: a host that maps its region could change bytes after a check. Only then the
+block becomes visible; it is written behind to flash, its slot pinned until the device has it. At most `DIRTY_SHARE` of a
+pool may wait for the device, so that stores cannot fill staging: beyond it the answer is ``no_room``.
+
+A reservation is single flight: while it stands, others are told ``in_flight``. It ends by commit, with its scope, or after
+`RESERVATION_S`, so a host that dies blocks nobody for long.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import crc32c
+import numpy as np
+import structlog
+import trio
+
+from dpurt.core.events import Event, Stored
+from dpurt.core.record import RecordHeader, pack_header
+from dpurt.fabric.region import MemfdRegion
+from dpurt.wire import messages as m
+
+from .index import IndexAgent
+from .sessions import Scope
+from .spaces import SpaceState
+from .storage import StorageAgent, WriteJob
+
+log = structlog.get_logger()
+OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
+RESERVATION_S = 30.0
+DIRTY_SHARE = 0.5
+ALIGN = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Inbound:
+    """One host's inbound region: equal cells, one a reservation."""
+
+    region: MemfdRegion
+    cell_bytes: int
+    free: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Reserved:
+    """A host's right to write one block into a cell of its inbound region, until commit or `expires`."""
+
+    number: int
+    session: int
+    owner: int
+    state: SpaceState
+    shard: int
+    key: bytes
+    parent: bytes
+    position: int
+    cell: int
+    expires: float
+    transfers: int = 0
+    given_back: bool = False
+    over: trio.Event = field(default_factory=trio.Event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Written:
+    """One block of a commit message, whose reservation stands; `position` in the message."""
+
+    reserved: Reserved
+    crcs: list[int]
+    position: int
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A block being committed: its slot is filling."""
+
+    reserved: Reserved
+    crcs: list[int]
+    position: int
+    block_id: int
+    handle: int
+    ref: int
+    slot: int
+    is_good: bool = False
+
+
+class Intake:
+    """Stores from hosts."""
+
+    def __init__(self, index: IndexAgent, storage: StorageAgent, wall: Callable[[float], float]) -> None:
+        self._index = index
+        self._storage = storage
+        self._wall = wall
+        self._inbound: dict[int, _Inbound] = {}
+        self._reserved: dict[int, Reserved] = {}
+        self._reserving: dict[tuple[int, bytes, int], Reserved] = {}
+        self._numbers = itertools.count(1)
+        self._region_ids: Callable[[], int] = itertools.count(1 << 20).__next__
+        self.observe: Callable[[Event], object] = lambda event: None
+        self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
+        self.stored = 0
+        self.refused: dict[str, int] = {}
+        self.expired = 0
+        self.writes_lost = 0
+
+    @property
+    def num_reserved(self) -> int:
+        """Reservations that stand."""
+        return len(self._reserved)
+
+    # --- sessions and scopes ---
+
+    def open_session(
+        self, session: int, host: str, inbound_bytes: int, payload_bytes: Sequence[int]
+    ) -> MemfdRegion:
+        """Make a host's inbound region, cells as large as its largest block."""
+        cell = -(-max(payload_bytes) // ALIGN) * ALIGN
+        cells = max(1, inbound_bytes // cell)
+        region = MemfdRegion(self._region_ids(), f"inbound-{host}-{session}", cells * cell)
+        self._inbound[session] = _Inbound(region, cell, list(range(cells - 1, -1, -1)))
+        return region
+
+    def close_session(self, session: int) -> None:
+        """The host provably cannot write any more."""
+        inbound = self._inbound.pop(session, None)
+        for reserved in [r for r in self._reserved.values() if r.session == session]:
+            self._give_back(reserved)
+        if inbound is not None:
+            inbound.region.close()
+
+    def end_scope(self, owner: int) -> int:
+        """Give back what a scope reserved; how many that were."""
+        mine = [r for r in self._reserved.values() if r.owner == owner and not r.given_back]
+        for reserved in mine:
+            self._give_back(reserved)
+        return len(mine)
+
+    def expire(self, now: float) -> None:
+        """Give back what was never committed."""
+        for reserved in [r for r in self._reserved.values() if r.expires <= now and not r.given_back]:
+            self.expired += 1
+            self._give_back(reserved)
+
+    # --- reserving ---
+
+    def reserve(
+        self, session: int, owner: int, state: SpaceState, chain: Sequence[bytes], first: int, shard: int
+    ) -> list[m.Reservation]:
+        """Room for the blocks ``chain[1:]``, at positions from `first`; ``chain[0]`` is the parent's key."""
+        return [
+            self._reserve_one(session, owner, state, chain[i], chain[i + 1], first + i, shard)
+            for i in range(len(chain) - 1)
+        ]
+
+    def _reserve_one(
+        self,
+        session: int,
+        owner: int,
+        state: SpaceState,
+        parent: bytes,
+        key: bytes,
+        position: int,
+        shard: int,
+    ) -> m.Reservation:
+        if self._index.has_shard(state, key, shard):
+            return m.Reservation(status="exists")
+        if (state.number, key, shard) in self._reserving:
+            return m.Reservation(status="in_flight")
+        inbound = self._inbound[session]
+        if not inbound.free:
+            return m.Reservation(status="no_room")
+        reserved = Reserved(
+            next(self._numbers), session, owner, state, shard, key, parent, position, inbound.free.pop(),
+            trio.current_time() + RESERVATION_S,
+        )  # fmt: skip
+        self._reserved[reserved.number] = self._reserving[state.number, key, shard] = reserved
+        return m.Reservation(
+            status="reserved", reservation=reserved.number, region=inbound.region.region_id,
+            offset=reserved.cell * inbound.cell_bytes, length=state.layout.payload_bytes,
+        )  # fmt: skip
+
+    def _give_back(self, reserved: Reserved) -> None:
+        if reserved.given_back:
+            return
+        reserved.given_back = True
+        del self._reserving[reserved.state.number, reserved.key, reserved.shard]
+        reserved.over.set()
+        if not reserved.transfers:
+            self._free_cell(reserved)
+
+    def _free_cell(self, reserved: Reserved) -> None:
+        del self._reserved[reserved.number]
+        inbound = self._inbound.get(reserved.session)
+        if inbound is not None:
+            inbound.free.append(reserved.cell)
+
+    # --- transfers (half of the fabrics' AccessCheck) ---
+
+    def begin_store(self, session: int, region_id: int, offset: int, length: int, number: int) -> bool:
+        """May this session write these bytes under this reservation now?"""
+        reserved, inbound = self._reserved.get(number), self._inbound.get(session)
+        if reserved is None or inbound is None or reserved.session != session or reserved.given_back:
+            return False
+        start = reserved.cell * inbound.cell_bytes
+        end = start + reserved.state.layout.payload_bytes
+        if inbound.region.region_id != region_id or not start <= offset <= offset + length <= end:
+            return False
+        reserved.transfers += 1
+        return True
+
+    def end_store(self, number: int) -> None:
+        """The transfer is over."""
+        reserved = self._reserved[number]
+        reserved.transfers -= 1
+        if reserved.given_back and not reserved.transfers:
+            self._free_cell(reserved)
+
+    # --- committing ---
+
+    async def commit(
+        self, session: int, scope: Scope, blocks: Sequence[m.CommitBlock], deadline: float
+    ) -> list[str]:
+        """Take written reservations over, in order. A status for each block (`wire.messages.CommitReply`).
+
+        Cancelled in the middle, it still ends what it began: every reservation is given back, no slot is left filling.
+        """
+        statuses = ["unknown"] * len(blocks)
+        arrivals: list[_Arrival] = []
+        try:
+            for run in self._runs(session, blocks):
+                await self._wait_for_parent(run[0].reserved, deadline)
+                arrivals += self._prepare(run, scope, statuses)
+            await self._copy_and_check(arrivals)
+        finally:
+            for arrival in arrivals:
+                statuses[arrival.position] = self._admit(arrival, scope)
+            self._conclude(session, blocks, statuses)
+        stored = [a for a in arrivals if statuses[a.position] == "stored"]
+        scope.extend([(a.reserved.position, a.handle) for a in stored])
+        self.observe(Stored(scope.sequence, tuple(a.ref for a in stored)))
+        return statuses
+
+    def _runs(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[list[_Written]]:
+        """The reservations that stand, as runs of consecutive blocks of one chain."""
+        runs: list[list[_Written]] = []
+        for i, block in enumerate(blocks):
+            reserved = self._reserved.get(block.reservation)
+            if reserved is None or reserved.given_back or reserved.session != session:
+                continue
+            written = _Written(reserved, block.crcs, i)
+            if (
+                runs
+                and runs[-1][-1].reserved.key == reserved.parent
+                and runs[-1][-1].reserved.state is reserved.state
+            ):
+                runs[-1].append(written)
+            else:
+                runs.append([written])
+        return runs
+
+    def _conclude(self, session: int, blocks: Sequence[m.CommitBlock], statuses: Sequence[str]) -> None:
+        for block, status in zip(blocks, statuses, strict=True):
+            reserved = self._reserved.get(block.reservation)
+            if reserved is not None and reserved.session == session:
+                self._give_back(reserved)
+            if status == "stored":
+                self.stored += 1
+            else:
+                self.refused[status] = self.refused.get(status, 0) + 1
+
+    async def _wait_for_parent(self, reserved: Reserved, deadline: float) -> None:
+        """Another host may be about to commit the parent."""
+        other = self._reserving.get((reserved.state.number, reserved.parent, reserved.shard))
+        if other is not None and other.session != reserved.session:
+            with trio.move_on_at(deadline):
+                await other.over.wait()
+
+    def _prepare(self, run: Sequence[_Written], scope: Scope, statuses: list[str]) -> list[_Arrival]:
+        """Records in the index and filling slots for a run of blocks; a status for each that gets none."""
+        first, now = run[0].reserved, trio.current_time()
+        state, shard = first.state, first.shard
+        keys = [written.reserved.key for written in run]
+        ids = (
+            None
+            if state.retired
+            else self._index.enter(state, first.parent, keys, first.position, scope.tokens, now)
+        )
+        if ids is None:
+            for written in run:
+                statuses[written.position] = "stale_epoch" if state.retired else "orphan"
+            return []
+        fresh: list[tuple[_Written, int, int]] = []
+        for written, block_id, handle in zip(
+            run, ids.tolist(), state.index.handles(ids).tolist(), strict=True
+        ):
+            if state.has_shard(block_id, shard):
+                statuses[written.position] = "exists"
+            elif len(written.crcs) != state.layout.num_parts:
+                statuses[written.position] = "checksum"
+            else:
+                fresh.append((written, block_id, handle))
+        return self._take_slots(state, shard, fresh, statuses, now)
+
+    def _take_slots(
+        self,
+        state: SpaceState,
+        shard: int,
+        fresh: Sequence[tuple[_Written, int, int]],
+        statuses: list[str],
+        now: float,
+    ) -> list[_Arrival]:
+        slab = state.slab
+        room = max(1, int(slab.pool.num_slots * DIRTY_SHARE)) - self.dirty.get(slab.number, 0)
+        refs = [state.ref(handle, shard) for _, _, handle in fresh[: max(room, 0)]]
+        taken = slab.pool.take_many(refs, state.layout.all_parts, now) if refs else []
+        for one in taken:
+            if one.evicted is not None:
+                self._index.slot_evicted(one.evicted, now)
+        self.dirty[slab.number] = self.dirty.get(slab.number, 0) + len(taken)
+        for written, block_id, handle in fresh[len(taken) :]:
+            statuses[written.position] = "no_room"
+            if state.block_id(handle) >= 0:
+                self._index.forget_empty(state, block_id)
+        return [
+            _Arrival(written.reserved, written.crcs, written.position, block_id, handle, ref, one.slot)
+            for (written, block_id, handle), ref, one in zip(fresh, refs, taken, strict=False)
+        ]
+
+    async def _copy_and_check(self, arrivals: Sequence[_Arrival]) -> None:
+        if sum(a.reserved.state.layout.payload_bytes for a in arrivals) >= OFF_LOOP_BYTES:
+            await trio.to_thread.run_sync(self._copy_all, arrivals)
+        else:
+            self._copy_all(arrivals)
+
+    def _copy_all(self, arrivals: Sequence[_Arrival]) -> None:
+        for arrival in arrivals:
+            arrival.is_good = self._copy(arrival)
+
+    def _copy(self, arrival: _Arrival) -> bool:
+        """Bytes first, check second. May run in a thread: the slot is filling and the cell reserved, so both are ours."""
+        reserved, layout = arrival.reserved, arrival.reserved.state.layout
+        inbound = self._inbound.get(reserved.session)
+        if inbound is None:
+            return False
+        at = reserved.cell * inbound.cell_bytes
+        payload = reserved.state.slab.image(arrival.slot)[layout.header_bytes :][: layout.payload_bytes]
+        target = np.frombuffer(payload, np.uint8)
+        np.copyto(target, np.frombuffer(inbound.region.view[at : at + layout.payload_bytes], np.uint8))
+        return all(
+            crc32c.crc32c(payload[start:stop]) == crc
+            for start, stop, crc in zip(
+                layout.part_offsets, layout.part_offsets[1:], arrival.crcs, strict=False
+            )
+        )
+
+    def _admit(self, arrival: _Arrival, scope: Scope) -> str:
+        """The bytes are here and checked (or not): make the block visible, or nothing of it."""
+        reserved, state = arrival.reserved, arrival.reserved.state
+        pool, now = state.slab.pool, trio.current_time()
+        alive = state.block_id(arrival.handle) >= 0
+        if not (arrival.is_good and alive and state.may_place(arrival.block_id, reserved.shard)):
+            pool.fill_failed(arrival.slot, state.layout.all_parts)
+            self.dirty[state.slab.number] -= 1
+            if alive:
+                self._index.forget_empty(state, arrival.block_id)
+            return "orphan" if arrival.is_good else "checksum"
+        self._write_header(arrival, scope)
+        pool.fill_done(arrival.slot, state.layout.all_parts, now)
+        pool.pin(arrival.slot)
+        self._index.place(state, arrival.block_id, reserved.shard, arrival.slot, now)
+        self._storage.write(WriteJob(state, arrival.ref, arrival.slot, self._written))
+        return "stored"
+
+    def _write_header(self, arrival: _Arrival, scope: Scope) -> None:
+        reserved, state = arrival.reserved, arrival.reserved.state
+        step = state.space.geometry.block_token_bytes
+        at = reserved.position * step
+        now = self._wall(trio.current_time())  # the index keeps the TTL, which runs from the last use
+        header = RecordHeader(
+            key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
+            stored_at=now,
+            part_crcs=array("I", arrival.crcs), tokens=scope.tokens[at : at + step] if scope.tokens else b"",
+            position=reserved.position,
+        )  # fmt: skip
+        pack_header(state.slab.image(arrival.slot), state.layout, header)
+
+    def _written(self, job: WriteJob, extent: int | None) -> None:
+        """The device has the record (or never will)."""
+        state = job.state
+        self.dirty[state.slab.number] -= 1
+        state.slab.pool.unpin(job.slot)
+        handle, shard = state.unref(job.ref)
+        block_id = state.block_id(handle)
+        if extent is None:
+            self.writes_lost += 1  # it stays in staging; its eviction will be a loss
+        elif block_id < 0:
+            self._storage.store.forget(extent)
+        else:
+            state.index.set_extent(block_id, shard, extent)

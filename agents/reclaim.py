@@ -1,0 +1,144 @@
+"""Reclaim: which blocks lose their place on flash when a segment is reused, and which are carried on.
+
+KV is ephemeral: a reclaimed segment's blocks go, with their descendants, unless they are hot. The hottest are appended again
+within the store's write-amplification budget, parents before children (a parent was used no earlier than its child).
+A block that also has a whole copy in staging only loses its extent. Called by the storage agent, one at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import trio
+from numpy.typing import NDArray
+
+from dpurt.agents.block_store import Reclaim, StoreFull
+from dpurt.core.segment_log import METADATA_BYTES
+from dpurt.errors import BdevError
+
+from .index import IndexAgent
+from .spaces import SpaceState
+from .staging import StagingAgent
+from .storage import StorageAgent
+
+log = structlog.get_logger()
+OWNER = 0  # of the leases reclaim takes while it copies; scopes count from 1
+HELD_UP_S = 0.005
+HOT_SHARE = 0.5  # at most this share of a segment is carried on, hottest first
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Blocks on flash, one row a record: whose, where, how lately used."""
+
+    state: SpaceState
+    ids: NDArray[np.int64]
+    shards: NDArray[np.int64]
+    extents: NDArray[np.int64]
+    last_use: NDArray[np.float64]
+
+
+class Reclaimer:
+    """Frees segments."""
+
+    def __init__(
+        self, index: IndexAgent, staging: StagingAgent, storage: StorageAgent, segment_bytes: int
+    ) -> None:
+        self._index = index
+        self._staging = staging
+        self._storage = storage
+        self._segment_bytes = segment_bytes
+        self.dropped = 0
+        self.carried = 0
+
+    async def reclaim_one(self) -> None:
+        """Free one segment, or wait a moment when all are in use by operations."""
+        reclaim = self._storage.store.reclaim_one(self._last_use)
+        if reclaim is None:
+            await trio.sleep(HELD_UP_S)
+            return
+        try:
+            for found in self._find(np.array(reclaim.offsets, np.int64)):
+                await self._carry_on(found, reclaim)
+            for found in self._find(np.array(reclaim.offsets, np.int64)):
+                self._let_go(found)
+        finally:
+            self._storage.store.finish_reclaim(reclaim)
+
+    def _last_use(self, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+        times = np.full(len(offsets), -np.inf)
+        order = np.argsort(offsets)
+        for found in self._find(offsets):
+            at = order[np.searchsorted(offsets, found.extents, sorter=order)]
+            times[at] = found.last_use
+        return times
+
+    def _find(self, offsets: NDArray[np.int64]) -> list[_Found]:
+        """The records at these offsets, by space. One pass over the tables' extents, no map kept."""
+        if not len(offsets):
+            return []
+        wanted = np.unique((offsets - METADATA_BYTES) // self._segment_bytes)
+        is_wanted = np.zeros(int(wanted[-1]) + 2, bool)
+        is_wanted[wanted] = True
+        found = []
+        for state in self._index.spaces.values():
+            table = state.index.table
+            extents = table.where[: table.high_water, table.first_extent :]
+            segments = np.clip((extents - METADATA_BYTES) // self._segment_bytes, -1, len(is_wanted) - 1)
+            ids, shards = np.nonzero(is_wanted[segments] & (extents >= 0))
+            places = extents[ids, shards]
+            exact = np.isin(places, offsets)
+            if exact.any():
+                ids, shards = ids[exact], shards[exact]
+                found.append(_Found(state, ids, shards, places[exact], table.last_use[ids]))
+        return found
+
+    async def _carry_on(self, found: _Found, reclaim: Reclaim) -> None:
+        """Append the hottest blocks again, while the budget lasts."""
+        state = found.state
+        count = min(reclaim.reappend_bytes // reclaim.record_bytes, int(len(found.ids) * HOT_SHARE))
+        hottest = np.lexsort((state.index.table.depth[found.ids], -found.last_use))[:count]
+        for row in hottest.tolist():
+            await self._append_again(
+                state, int(found.ids[row]), int(found.shards[row]), int(found.extents[row])
+            )
+
+    async def _append_again(self, state: SpaceState, block_id: int, shard: int, extent: int) -> None:
+        handle = state.handle(block_id)
+        deadline = trio.current_time() + self._storage.deadline_s
+        [got] = await self._staging.acquire(
+            state, [handle], shard, state.layout.all_parts, OWNER, OWNER, None, deadline
+        )
+        if got.status != "ok":
+            return
+        try:
+            image = state.slab.image(got.slot)
+            [place] = await self._storage.store.append(
+                state.layout, [image], deadline=deadline, is_reappend=True
+            )
+        except (StoreFull, BdevError):
+            return
+        finally:
+            self._staging.drop_leases([got])
+        if state.block_id(handle) == block_id and state.extent_of(block_id, shard) == extent:
+            state.index.clear_extent(block_id, shard)
+            state.index.set_extent(block_id, shard, place)
+            self.carried += 1
+        else:
+            self._storage.store.forget(place)
+
+    def _let_go(self, found: _Found) -> None:
+        now = trio.current_time()
+        state = found.state
+        handles = state.index.handles(found.ids.astype(np.int32)).tolist()
+        for handle, shard, extent in zip(handles, found.shards.tolist(), found.extents.tolist(), strict=True):
+            block_id = state.block_id(handle)
+            if block_id < 0 or state.extent_of(block_id, shard) != extent:
+                continue  # went with its parent
+            if self._staging.is_whole(state, handle, shard):
+                state.index.clear_extent(block_id, shard)
+                continue
+            self.dropped += 1
+            self._index.drop(state, block_id, "reclaimed", now)

@@ -1,0 +1,117 @@
+"""One space at one epoch as the agents see it: identity, index, pool and where its slots lie. Data, not an actor.
+
+Blocks have two names inside a node. The index's *handle* (generation and record id) is per space; a *ref* is node-wide and
+names one shard of one block: ``((handle * num_shards + shard) << 20) | number``, with the number of its `SpaceState`.
+Staging, storage and prefetch speak refs. A state's number is never reused, so a ref of a retired epoch finds nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dpurt.core.block_table import FIRST_SLOT
+from dpurt.core.identity import Space
+from dpurt.core.prefix_index import PrefixIndex
+from dpurt.core.record import CRCS_AT, RecordLayout
+from dpurt.core.staging import StagingPool
+from dpurt.fabric.region import MemfdRegion
+
+NUMBER_BITS = 20
+_NUMBER_MASK = (1 << NUMBER_BITS) - 1
+
+
+def number_of(ref: int) -> int:
+    """The number of the space state a ref belongs to."""
+    return ref & _NUMBER_MASK
+
+
+@dataclass(slots=True)
+class Slab:
+    """A space's share of its trust domain's region: `pool.num_slots` slots of `stride` bytes from `start`.
+
+    One per space for the life of the node; it outlives epochs. Slots hold record images (header, then payload).
+    """
+
+    number: int
+    region: MemfdRegion
+    start: int
+    stride: int
+    pool: StagingPool
+
+    def image(self, slot: int) -> memoryview:
+        """The record image in a slot."""
+        at = self.start + slot * self.stride
+        return self.region.view[at : at + self.stride]
+
+
+@dataclass(slots=True)
+class SpaceState:
+    """Everything about one space at one epoch."""
+
+    name: str
+    number: int
+    space: Space
+    fingerprint: bytes
+    layout: RecordLayout
+    index: PrefixIndex
+    slab: Slab
+    ttl_s: float
+    retired: bool = False
+    num_shards: int = field(init=False)
+    part_bytes: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_shards = self.space.num_shards
+        self.part_bytes = [group.part_bytes for group in self.space.geometry.groups]
+
+    def ref(self, handle: int, shard: int) -> int:
+        """The node-wide name of one shard of a block."""
+        return ((handle * self.num_shards + shard) << NUMBER_BITS) | self.number
+
+    def refs(self, handles: Iterable[int], shard: int) -> list[int]:
+        """`ref` for many handles (plain ints)."""
+        shards, number = self.num_shards, self.number
+        return [((handle * shards + shard) << NUMBER_BITS) | number for handle in handles]
+
+    def unref(self, ref: int) -> tuple[int, int]:
+        """(handle, shard) of a ref of this state."""
+        return divmod(ref >> NUMBER_BITS, self.num_shards)
+
+    def block_id(self, handle: int) -> int:
+        """The index's id of a handle, -1 when that record is gone."""
+        table, block_id = self.index.table, handle & 0xFFFFFFFF
+        is_it = table.is_live(block_id) and table.generation[block_id] == handle >> 32
+        return block_id if is_it and not self.retired else -1
+
+    def handle(self, block_id: int) -> int:
+        """The handle of a live id."""
+        return int(self.index.table.generation[block_id]) << 32 | block_id
+
+    def slot_of(self, block_id: int, shard: int) -> int:
+        """The slot the index knows for a shard, -1 when there is none."""
+        return int(self.index.table.where[block_id, FIRST_SLOT + shard])
+
+    def extent_of(self, block_id: int, shard: int) -> int:
+        """The shard's place on the bdev, -1 when there is none."""
+        return int(self.index.table.where[block_id, self.index.table.first_extent + shard])
+
+    def has_shard(self, block_id: int, shard: int) -> bool:
+        """Is the shard on one of our tiers?"""
+        return self.slot_of(block_id, shard) >= 0 or self.extent_of(block_id, shard) >= 0
+
+    def may_place(self, block_id: int, shard: int) -> bool:
+        """Is the block's parent on our tiers, so that this one may be (closure)?"""
+        parent = int(self.index.table.parent[block_id])
+        return parent < 0 or self.has_shard(parent, shard)
+
+    def payload_at(self, slot: int, part_start: int = 0) -> int:
+        """Offset in the region of a part of the payload in a slot."""
+        at = self.slab.start + slot * self.slab.stride
+        return at + self.layout.header_bytes + self.layout.part_offsets[part_start]
+
+    def crcs(self, slot: int, start: int, stop: int) -> list[int]:
+        """The CRC-32Cs of parts [start, stop) of the record in a slot, from its (verified) header."""
+        at = self.slab.start + slot * self.slab.stride + CRCS_AT + 4 * start
+        return list(struct.unpack_from(f"<{stop - start}I", self.slab.region.view, at))

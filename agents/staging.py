@@ -1,0 +1,436 @@
+"""The staging agent: owns the arena's slots, the flights that fill them, and the leases on them.
+
+A *flight* is one read into one slot; everybody who wants the block waits for the same flight (single flight, U64). A *gather*
+is one load waiting for its blocks: when a flight lands, each waiting gather gets its lease in the same step, so nothing can
+be evicted in between.
+
+Its methods are synchronous (see `dpurt.runtime.actor`), but for `acquire`, which runs in the caller's task. Restart: everything
+is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+import trio
+
+from dpurt.core.events import Demanded, Event, Evicted, FetchFailed, Staged, Where
+from dpurt.core.events import Dropped as BlockDropped
+from dpurt.core.prefix_index import Dropped
+from dpurt.core.staging import StagingPool
+from dpurt.runtime.actor import Actor
+
+from .index import IndexAgent
+from .spaces import Slab, SpaceState, number_of
+from .storage import ReadJob, StorageAgent
+
+log = structlog.get_logger()
+SLAB_BITS = 12  # of a lease number: which slab
+TICK_S = 1.0
+
+
+@dataclass(slots=True)
+class Acquired:
+    """One block of a load. With status ``ok``: a lease on `slot` (of the state's slab), and the tier that served it."""
+
+    status: str
+    slot: int = -1
+    lease: int = 0
+    source: str = ""
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Gather:
+    """A load in waiting."""
+
+    owner: int
+    sequence: int
+    expires: float | None
+    blocks: list[Acquired]
+    missing: int = 0
+    complete: trio.Event = field(default_factory=trio.Event)
+
+    def settle(self, position: int, acquired: Acquired) -> None:
+        """One more block has its answer."""
+        self.blocks[position] = acquired
+        self.missing -= 1
+        if not self.missing:
+            self.complete.set()
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A read under way into `slot`."""
+
+    state: SpaceState
+    ref: int
+    slot: int
+    parts_mask: int
+    job: ReadJob | None = None
+    prefetch_job: int | None = None
+    waiting: list[tuple[Gather, int]] = field(default_factory=list)
+
+
+class StagingAgent(Actor[None]):
+    """DRAM staging."""
+
+    name = "staging"
+
+    def __init__(self, index: IndexAgent, storage: StorageAgent) -> None:
+        super().__init__(1)
+        self._index = index
+        self._storage = storage
+        self.slabs: list[Slab] = []
+        self._flights: dict[int, Flight] = {}
+        self._by_job: dict[int, Flight] = {}
+        self._session_of: dict[int, int] = {}
+        self._nursery: trio.Nursery | None = None
+        self.observe: Callable[[Event], None] = lambda event: None
+        self.foreign_releases = 0
+        self.housekeeping: list[Callable[[float], None]] = []
+        index.on_dropped.append(self._on_dropped)
+        index.on_evicted.append(lambda ref: self.observe(Evicted(ref)))
+
+    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            while True:
+                await trio.sleep(TICK_S)
+                now = trio.current_time()
+                for slab in self.slabs:
+                    slab.pool.expire(now)
+                for keep_house in self.housekeeping:
+                    keep_house(now)
+
+    # --- where a block is (the prefetch core's StagingView) ---
+
+    def where(self, ref: int, parts_mask: int | None = None) -> Where:
+        """The fastest of our tiers that has the block (those parts)."""
+        state = self._index.by_number.get(number_of(ref))
+        if state is None or state.retired:
+            return "gone"
+        mask = state.layout.all_parts if parts_mask is None else parts_mask
+        if self._ready(state.slab.pool, ref, mask) is not None:
+            return "staging"
+        if ref in self._flights:
+            return "in_flight"
+        handle, shard = state.unref(ref)
+        return "nvme" if self._extent(state, handle, shard) >= 0 else "gone"
+
+    def record_bytes(self, ref: int, parts_mask: int | None = None) -> int:
+        """Bytes a read of these parts moves; at least 1, also for a block that is gone."""
+        state = self._index.by_number.get(number_of(ref))
+        if state is None:
+            return 1
+        if parts_mask is None:
+            return state.layout.record_bytes
+        return sum(stop - start for start, stop in state.layout.extents(parts_mask))
+
+    def recompute_s(self, ref: int) -> float | None:
+        """How long the host would need to compute the block: nobody tells us yet."""
+        return None
+
+    def demand_backlog_bytes(self) -> int:
+        """Bytes requests wait for."""
+        return self._storage.bytes_wanted
+
+    def ready_ms(self, blocks_on_flash: int, record_bytes: int) -> int:
+        """Estimate until so many blocks of the match are staged, at the rate the device was seen to give."""
+        return int(1000 * self._storage.estimate_s(blocks_on_flash * record_bytes))
+
+    def touch(self, state: SpaceState, refs: Sequence[int], now: float) -> None:
+        """These blocks of a chain, in order, were asked for."""
+        state.slab.pool.touch(refs, now)
+
+    def free_bytes(self) -> int:
+        """Staging bytes that could take a block now: free, or evictable."""
+        return sum(slab.pool.num_available * slab.stride for slab in self.slabs)
+
+    def is_whole(self, state: SpaceState, handle: int, shard: int) -> bool:
+        """Does staging hold every part?"""
+        return self._ready(state.slab.pool, state.ref(handle, shard), state.layout.all_parts) is not None
+
+    @staticmethod
+    def _ready(pool: StagingPool, ref: int, mask: int) -> int | None:
+        return pool.find(ref) if pool.ready_parts(ref) & mask == mask else None
+
+    def _extent(self, state: SpaceState, handle: int, shard: int) -> int:
+        block_id = state.block_id(handle)
+        return -1 if block_id < 0 else state.extent_of(block_id, shard)
+
+    # --- loads ---
+
+    async def acquire(
+        self,
+        state: SpaceState,
+        handles: Sequence[int],
+        shard: int,
+        parts_mask: int,
+        owner: int,
+        sequence: int,
+        expires: float | None,
+        deadline: float,
+    ) -> list[Acquired]:
+        """Lease these blocks, reading those not staged. Every block gets an answer by the deadline.
+
+        When this is cancelled, whatever it leased belongs to `owner` and ends with it.
+        """
+        gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
+        now = trio.current_time()
+        flights: list[Flight] = []
+        for position, ref in enumerate(state.refs(handles, shard)):
+            flight = self._want(
+                state, ref, handles[position], shard, parts_mask, gather, position, now, deadline
+            )
+            if flight is not None:
+                flights.append(flight)
+        if gather.missing:
+            try:
+                with trio.move_on_at(deadline):
+                    await gather.complete.wait()
+            finally:
+                for flight in flights:
+                    flight.waiting = [entry for entry in flight.waiting if entry[0] is not gather]
+        return gather.blocks
+
+    def _want(
+        self,
+        state: SpaceState,
+        ref: int,
+        handle: int,
+        shard: int,
+        mask: int,
+        gather: Gather,
+        position: int,
+        now: float,
+        deadline: float,
+    ) -> Flight | None:
+        """Answer one block at once, or leave it waiting for the flight that is returned."""
+        slot = self._ready(state.slab.pool, ref, mask)
+        flight = self._flights.get(ref)
+        where: Where = "staging" if slot is not None else "in_flight" if flight is not None else "nvme"
+        if slot is None and flight is None and self._extent(state, handle, shard) < 0:
+            where = "gone"
+        self.observe(Demanded(ref, gather.sequence, where, mask))
+        if slot is not None:
+            gather.blocks[position] = self._leased(state, slot, mask, gather, "staging", now)
+            return None
+        if where == "gone":
+            gather.blocks[position] = Acquired("miss")
+            return None
+        if flight is None:
+            flight = self._start(state, ref, handle, shard, mask, now, deadline, is_demand=True, job=None)
+            if flight is None:
+                gather.blocks[position] = Acquired("no_room", reason="every staging slot is in use")
+                return None
+        elif flight.job is not None:
+            self._storage.promote(flight.job)
+        gather.missing += 1
+        flight.waiting.append((gather, position))
+        return flight
+
+    def _leased(
+        self, state: SpaceState, slot: int, mask: int, gather: Gather, source: str, now: float
+    ) -> Acquired:
+        lease = state.slab.pool.lease(slot, gather.owner, mask, gather.expires, now)
+        return Acquired("ok", slot, (lease << SLAB_BITS) | state.slab.number, source)
+
+    # --- flights ---
+
+    def prefetch(self, ref: int, parts_mask: int | None, job: int, deadline: float) -> None:
+        """Start a prefetch job; it is answered by a `Staged` or `FetchFailed` event, perhaps at once."""
+        state = self._index.by_number.get(number_of(ref))
+        where = self.where(ref, parts_mask)
+        if state is None or where == "gone":
+            self.observe(FetchFailed(job, "gone"))
+        elif where == "staging":
+            self.observe(Staged(ref, job))
+        elif where == "in_flight":
+            self.observe(FetchFailed(job, "in_flight"))
+        else:
+            handle, shard = state.unref(ref)
+            mask = state.layout.all_parts if parts_mask is None else parts_mask
+            now = trio.current_time()
+            if self._start(state, ref, handle, shard, mask, now, deadline, is_demand=False, job=job) is None:
+                self.observe(FetchFailed(job, "no_room"))
+
+    def cancel_prefetch(self, job: int) -> None:
+        """Take a job back, if it has not started and nobody waits for it."""
+        flight = self._by_job.get(job)
+        if flight is not None and flight.job is not None and not flight.waiting:
+            self._storage.cancel(flight.job)
+
+    def _start(
+        self,
+        state: SpaceState,
+        ref: int,
+        handle: int,
+        shard: int,
+        mask: int,
+        now: float,
+        deadline: float,
+        *,
+        is_demand: bool,
+        job: int | None,
+    ) -> Flight | None:
+        taken = state.slab.pool.take(ref, mask, now)
+        if taken is None:
+            return None
+        if taken.evicted is not None:
+            self._index.slot_evicted(taken.evicted, now)
+        block_id = state.block_id(handle)
+        extent = state.extent_of(block_id, shard) if block_id >= 0 else -1
+        if extent < 0:  # the eviction took this very chain
+            state.slab.pool.fill_failed(taken.slot, taken.to_fill)
+            return None
+        flight = Flight(state, ref, taken.slot, taken.to_fill, prefetch_job=job)
+        flight.job = ReadJob(
+            state, ref, state.index.key(block_id), shard, taken.slot, extent, taken.to_fill,
+            max(deadline, now + self._storage.deadline_s), is_demand, self._landed,
+        )  # fmt: skip
+        self._flights[ref] = flight
+        if job is not None:
+            self._by_job[job] = flight
+        self._storage.read(flight.job)
+        return flight
+
+    def _landed(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
+        flight = self._flights.pop(job.ref)
+        now = trio.current_time()
+        pool = job.state.slab.pool
+        if flight.prefetch_job is not None:
+            self._by_job.pop(flight.prefetch_job, None)
+        if status == "ok":
+            pool.fill_done(job.slot, flight.parts_mask, now)
+            if not self._placed(job.state, job.ref, job.slot):
+                status = "stale"
+        elif settled is not None:
+            pool.abandon(job.slot)
+            self._settle_later(pool, job.slot, settled)
+        else:
+            pool.fill_failed(job.slot, flight.parts_mask)
+        if flight.prefetch_job is not None:
+            landed = status == "ok"
+            self.observe(
+                Staged(job.ref, flight.prefetch_job) if landed else FetchFailed(flight.prefetch_job, status)
+            )
+        for gather, position in flight.waiting:
+            gather.settle(position, self._answer(job, status, gather, now))
+        if status in ("checksum", "stale", "expired"):
+            self._lost(job, status, now)
+
+    def _answer(self, job: ReadJob, status: str, gather: Gather, now: float) -> Acquired:
+        if status == "ok":
+            return self._leased(job.state, job.slot, job.parts_mask, gather, "nvme", now)
+        reported = {"stale": "miss", "cancelled": "late"}.get(status, status)
+        return Acquired(reported, reason=f"read: {status}")
+
+    def _placed(self, state: SpaceState, ref: int, slot: int) -> bool:
+        """Tell the index that a slot holds the block. False when the block was dropped meanwhile."""
+        handle, shard = state.unref(ref)
+        block_id = state.block_id(handle)
+        if block_id < 0 or state.extent_of(block_id, shard) < 0:
+            state.slab.pool.drop(ref)
+            return False
+        if state.slot_of(block_id, shard) < 0:
+            state.index.set_slot(block_id, shard, slot)
+        return True
+
+    def _lost(self, job: ReadJob, status: str, now: float) -> None:
+        block_id = job.state.block_id(job.state.unref(job.ref)[0])
+        if block_id >= 0:
+            self._index.drop(job.state, block_id, status, now)
+
+    def _settle_later(self, pool: StagingPool, slot: int, settled: Callable[[], Awaitable[None]]) -> None:
+        async def wait() -> None:
+            await settled()
+            pool.settle(slot)
+
+        assert self._nursery is not None
+        self._nursery.start_soon(wait)
+
+    def _on_dropped(self, state: SpaceState, dropped: Dropped, reason: str) -> None:
+        """The index lost blocks: their slots and extents go too."""
+        for handle in dropped.handles.tolist():
+            for shard in range(state.num_shards):
+                ref = state.ref(handle, shard)
+                state.slab.pool.drop(ref)
+                self.observe(BlockDropped(ref))
+        for extent in dropped.extents[dropped.extents >= 0].tolist():
+            self._storage.store.forget(extent)
+
+    # --- scopes, sessions, leases ---
+
+    def open_scope(self, owner: int, session: int) -> None:
+        """From now on `owner` may hold leases, on behalf of `session`."""
+        self._session_of[owner] = session
+
+    def end_scope(self, owner: int, *, host_may_read: bool) -> int:
+        """Everything the scope holds is free or quarantined when this returns; how many things that were.
+
+        `host_may_read`: the host stopped answering but still maps the memory (shm), so its slots stay quarantined until
+        `host_gone`.
+        """
+        count = 0
+        for slab in self.slabs:
+            if host_may_read:
+                count += len(slab.pool.quarantine_owner(owner))
+            else:
+                count += len(slab.pool.release_owner(owner))
+        if not host_may_read:
+            del self._session_of[owner]
+        return count
+
+    def host_gone(self, session: int) -> None:
+        """The host's mappings are gone: what was quarantined for it is free."""
+        for owner in [o for o, s in self._session_of.items() if s == session]:
+            for slab in self.slabs:
+                slab.pool.settle_owner(owner)
+            del self._session_of[owner]
+
+    def release(self, numbers: Sequence[int], session: int) -> int:
+        """Give leases of this session back; how many were held."""
+        released = 0
+        for number in numbers:
+            slab = self._slab_of(number)
+            held = slab.pool.lease_info(number >> SLAB_BITS) if slab is not None else None
+            if slab is None or (held is not None and self._session_of.get(held.owner) != session):
+                self.foreign_releases += 1
+                continue
+            released += slab.pool.release(number >> SLAB_BITS)
+        return released
+
+    def drop_leases(self, blocks: Sequence[Acquired]) -> None:
+        """Give back what a load got for a scope that has ended meanwhile."""
+        for one in blocks:
+            slab = self._slab_of(one.lease)
+            if one.lease and slab is not None:
+                slab.pool.release(one.lease >> SLAB_BITS)
+
+    def _slab_of(self, number: int) -> Slab | None:
+        at = number & ((1 << SLAB_BITS) - 1)
+        return self.slabs[at] if at < len(self.slabs) else None
+
+    # --- pulls (half of the fabrics' AccessCheck; the other half is the intake's) ---
+
+    def begin_pull(self, session: int, region_id: int, offset: int, length: int, number: int) -> bool:
+        """May this session read these bytes under this lease now?"""
+        slab = self._slab_of(number)
+        if slab is None or slab.region.region_id != region_id:
+            return False
+        held = slab.pool.lease_info(number >> SLAB_BITS)
+        if held is None or self._session_of.get(held.owner) != session:
+            return False
+        start = slab.start + held.slot * slab.stride
+        if not start <= offset <= offset + length <= start + slab.stride:
+            return False
+        return slab.pool.begin_transfer(number >> SLAB_BITS, trio.current_time())
+
+    def end_pull(self, number: int) -> None:
+        """The transfer is over."""
+        slab = self._slab_of(number)
+        assert slab is not None
+        slab.pool.end_transfer(number >> SLAB_BITS)

@@ -1,0 +1,243 @@
+"""The storage agent: owns the block store on the bdev and decides what the device does next.
+
+Workers, as many as the device's queue is deep, take jobs in this order: demand reads, writes, prefetch reads; writes and
+prefetch may never hold all workers, so a demand read waits for one operation at most. A read a request starts to wait for is
+*promoted* from the prefetch queue. Jobs are not cancelled with their requester once started; they end by completion or by
+their deadline, and say so through `done`.
+
+Restart: queues and store are kept; a job in hand at the crash ends as ``error``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import trio
+
+from dpurt.agents.block_store import BlockStore, StoreFull
+from dpurt.core.record import RecordError
+from dpurt.errors import BdevError, BdevTimeout
+from dpurt.runtime.actor import Actor
+
+from .spaces import SpaceState
+
+log = structlog.get_logger()
+WRITE_BATCH = 16
+FIRST_RATE = 1e9  # bytes a second, until measured
+_STATUS = {"key": "stale", "shard": "stale", "stale": "stale", "expired": "expired"}  # all else is a checksum
+
+
+@dataclass(slots=True, eq=False)
+class ReadJob:
+    """Fill parts of a slot's image from the record at `extent`. `done(job, status, settled)` is called exactly once.
+
+    `status`: ``ok`` | ``checksum`` | ``stale`` | ``error`` | ``late`` (deadline) | ``cancelled``. With ``late`` the device
+    may still write the slot until ``await settled()`` returns.
+    """
+
+    state: SpaceState
+    ref: int
+    key: bytes
+    shard: int
+    slot: int
+    extent: int
+    parts_mask: int
+    deadline: float
+    is_demand: bool
+    done: Callable[[ReadJob, str, Callable[[], Awaitable[None]] | None], None]
+    started: bool = False
+    queued: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class WriteJob:
+    """Append the record image in a slot. `done(job, offset)`: its place, or None when it could not be written."""
+
+    state: SpaceState
+    ref: int
+    slot: int
+    done: Callable[[WriteJob, int | None], None]
+
+
+class StorageAgent(Actor[None]):
+    """The flash tier."""
+
+    name = "storage"
+
+    def __init__(self, store: BlockStore, *, workers: int, deadline_s: float) -> None:
+        super().__init__(1)
+        self.store = store
+        self.deadline_s = deadline_s
+        self._workers = max(3, workers)
+        self._demand: deque[ReadJob] = deque()
+        self._prefetch: deque[ReadJob] = deque()
+        self._writes: deque[WriteJob] = deque()
+        self._idle = trio.lowlevel.ParkingLot()
+        self._writing = 0
+        self._prefetching = 0
+        self._reading = 0
+        self._reclaiming = trio.Lock()
+        self._rate = FIRST_RATE
+        self.reclaim: Callable[[], Awaitable[None]] | None = None
+        self.reclaims = 0
+        self.read_status: dict[str, int] = {}
+        self.write_failures = 0
+        self.bytes_wanted = 0  # of demand reads queued or running
+
+    # --- asking for work ---
+
+    def read(self, job: ReadJob) -> None:
+        """Queue a read."""
+        (self._demand if job.is_demand else self._prefetch).append(job)
+        if job.is_demand:
+            self.bytes_wanted += job.state.layout.record_bytes
+        self._idle.unpark()
+
+    def promote(self, job: ReadJob) -> None:
+        """Somebody waits for this prefetch now."""
+        if job.is_demand:
+            return
+        job.is_demand = True
+        self.bytes_wanted += job.state.layout.record_bytes
+        if not job.started:
+            self._demand.append(job)  # its place in the prefetch queue is skipped later
+            self._idle.unpark()
+
+    def cancel(self, job: ReadJob) -> bool:
+        """Take a read back that has not started. False: too late."""
+        if job.started or not job.queued:
+            return False
+        job.queued = False
+        self._finish(job, "cancelled", None)
+        return True
+
+    def write(self, job: WriteJob) -> None:
+        """Queue a write."""
+        self._writes.append(job)
+        self._idle.unpark()
+
+    @property
+    def backlog(self) -> int:
+        """Jobs waiting."""
+        return len(self._demand) + len(self._writes) + len(self._prefetch)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing queued, nothing running."""
+        return not self.backlog and not (self._reading or self._writing or self._prefetching)
+
+    # --- doing it ---
+
+    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+        self._reading = self._writing = self._prefetching = 0
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._workers):
+                nursery.start_soon(self._work)
+            task_status.started()
+
+    async def _work(self) -> None:
+        while True:
+            if (read := self._next_read(self._demand)) is not None:
+                self._reading += 1
+                try:
+                    await self._do_read(read)
+                finally:
+                    self._reading -= 1
+            elif self._writes and self._writing < max(1, self._workers // 2):
+                await self._write_some()
+            elif (
+                self._prefetching < self._workers - 2
+                and (read := self._next_read(self._prefetch)) is not None
+            ):
+                self._prefetching += 1
+                try:
+                    await self._do_read(read)
+                finally:
+                    self._prefetching -= 1
+            else:
+                await self._idle.park()
+
+    def _next_read(self, queue: deque[ReadJob]) -> ReadJob | None:
+        while queue:
+            job = queue.popleft()
+            if job.queued and not job.started:
+                job.started = True
+                return job
+        return None
+
+    async def _do_read(self, job: ReadJob) -> None:
+        status, settled = "error", None
+        began = trio.current_time()
+        try:
+            with trio.CancelScope(shield=True):
+                await self.store.read(
+                    job.state.layout, job.extent, job.state.slab.image(job.slot),
+                    key=job.key, shard=job.shard, parts_mask=job.parts_mask, deadline=job.deadline,
+                )  # fmt: skip
+            status = "ok"
+            self._measure(job, began)
+        except RecordError as error:
+            status = _STATUS.get(error.reason, "checksum")
+            log.warning("record_refused", reason=error.reason, extent=job.extent, key=job.key.hex())
+        except BdevTimeout as error:
+            status, settled = "late", error.settled
+        except BdevError as error:
+            log.warning("read_failed", extent=job.extent, detail=str(error))
+        finally:
+            self._finish(job, status, settled)
+
+    def _finish(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
+        self.read_status[status] = self.read_status.get(status, 0) + 1
+        if job.is_demand:
+            self.bytes_wanted -= job.state.layout.record_bytes
+        job.done(job, status, settled)
+
+    async def _write_some(self) -> None:
+        batch = [self._writes.popleft()]
+        while self._writes and len(batch) < WRITE_BATCH and self._writes[0].state is batch[0].state:
+            batch.append(self._writes.popleft())
+        self._writing += 1
+        offsets: Sequence[int | None] = [None] * len(batch)
+        try:
+            offsets = await self._append(batch)
+        except BdevError as error:
+            self.write_failures += len(batch)
+            log.warning("write_failed", blocks=len(batch), detail=str(error))
+            if isinstance(error, BdevTimeout):
+                await error.settled()  # the device may still read the slots
+        finally:
+            self._writing -= 1
+            for job, offset in zip(batch, offsets, strict=True):
+                job.done(job, offset)
+
+    async def _append(self, batch: Sequence[WriteJob]) -> Sequence[int]:
+        layout = batch[0].state.layout
+        images = [job.state.slab.image(job.slot) for job in batch]
+        while True:
+            try:
+                return await self.store.append(layout, images, deadline=trio.current_time() + self.deadline_s)
+            except StoreFull:
+                await self._make_room()
+
+    async def _make_room(self) -> None:
+        """Reclaim one segment; one reclaim at a time, and none when another writer's has just made room."""
+        before = self.reclaims
+        async with self._reclaiming:
+            if self.reclaims == before:
+                assert self.reclaim is not None
+                await self.reclaim()
+                self.reclaims += 1
+
+    # --- rate ---
+
+    def _measure(self, job: ReadJob, began: float) -> None:
+        elapsed = max(trio.current_time() - began, 1e-6)
+        rate = job.state.layout.record_bytes / elapsed * max(1, self._reading + self._prefetching)
+        self._rate += 0.05 * (rate - self._rate)
+
+    def estimate_s(self, num_bytes: int) -> float:
+        """Until so many more bytes are read, behind what is wanted already, at the rate lately seen."""
+        return (self.bytes_wanted + num_bytes) / self._rate if num_bytes else 0.0

@@ -1,0 +1,28 @@
+"""Addresses and page-aligned scratch memory, for backends that hand memory to a device.
+
+Leaves the real buffers, slices of the staging arena, to their owner; this is for metadata and tests.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["address_of", "aligned_buffer", "total_bytes"]
+
+
+def address_of(view: memoryview) -> int:
+    """Address of the first byte of a non-empty contiguous view, writable or not. Valid while the view is."""
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def aligned_buffer(length: int) -> memoryview:
+    """Zeroed, page-aligned, private memory; freed with its last view."""
+    return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def total_bytes(buffers: Sequence[memoryview]) -> int:
+    return sum(len(buffer) for buffer in buffers)

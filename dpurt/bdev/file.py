@@ -1,0 +1,289 @@
+"""A bdev on a file or block device, with O_DIRECT, so the device moves bytes to and from the arena without a copy.
+
+Theory of operation. Each operation takes one slot of a `linux_aio.AioContext` and is sent in pieces of at most
+`max_transfer_bytes`, one after the other; a short transfer goes on where it stopped. One system task waits for completions
+and answers all that have ended in one go.
+
+A regular file is allocated to its full size when opened, so that the disk cannot fill up under us and `du` tells the
+truth; hence `deallocate` does nothing there, and discards on a block device. The file is locked: two nodes on one file
+would destroy each other's blocks; a block device in use by a file system is refused by the kernel (O_EXCL). Where O_DIRECT
+is refused the file is opened buffered, `info.detail["buffered"]` says why, and requests are submitted from a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from dpurt.bdev import BdevInfo, BdevStats
+from dpurt.bdev.buffers import address_of
+from dpurt.bdev.linux_aio import FDSYNC, PREADV, PWRITEV, AioContext
+from dpurt.bdev.operation_queue import Operation, OperationQueue
+from dpurt.errors import BdevError
+
+__all__ = ["FileBdev"]
+
+_BLOCK_SIZE = 4096  # every logical block size in use divides it
+_MAX_IOVECS = 64
+_PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
+_OPCODES = {"read": PREADV, "write": PWRITEV, "flush": FDSYNC}
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedFile:
+    fd: int
+    size_bytes: int
+    is_block_device: bool
+    buffered_reason: str | None
+
+
+class _Transfer:
+    """An operation's bytes that are still to be moved."""
+
+    __slots__ = ("offset", "operation", "pieces", "slot")
+
+    def __init__(self, operation: Operation, slot: int) -> None:
+        self.operation = operation
+        self.slot = slot
+        self.offset = operation.offset
+        self.pieces = [(address_of(b), len(b)) for b in operation.buffers if len(b)]
+
+    def next_pieces(self, limit: int) -> list[tuple[int, int]]:
+        """The next pieces, at most `limit` bytes and `_MAX_IOVECS` of them."""
+        chosen = []
+        for address, length in self.pieces[:_MAX_IOVECS]:
+            chosen.append((address, min(length, limit)))
+            limit -= chosen[-1][1]
+            if not limit:
+                break
+        return chosen
+
+    def advance(self, done: int) -> None:
+        """`done` bytes have been moved."""
+        self.offset += done
+        while done:
+            address, length = self.pieces.pop(0)
+            if done < length:
+                self.pieces.insert(0, (address + done, length - done))
+                return
+            done -= length
+
+
+class FileBdev:
+    """See `Bdev`. Make one with `await FileBdev.open(...)`."""
+
+    def __init__(self, info: BdevInfo, opened: _OpenedFile) -> None:
+        self.info = info
+        self._fd = opened.fd
+        self._is_block_device = opened.is_block_device
+        self._submits_inline = opened.buffered_reason is None
+        self._aio = AioContext(info.queue_depth, _MAX_IOVECS)
+        self._queue = OperationQueue(info, self._launch)
+        self._free_slots = list(range(info.queue_depth))
+        self._transfers: dict[int, _Transfer] = {}
+        self._reaping = trio.CancelScope()
+        self._reaped = trio.Event()
+        self._is_closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        path: str | Path,
+        *,
+        size_bytes: int | None = None,
+        name: str | None = None,
+        queue_depth: int = 64,
+        max_transfer_bytes: int = 4 << 20,
+    ) -> FileBdev:
+        """Open or create `path`. `size_bytes` is needed for a new file and extends a smaller one. Raises BdevError."""
+        path = Path(path)
+        label = name or path.name
+        try:
+            opened = await trio.to_thread.run_sync(_open_file, path, size_bytes)
+        except OSError as error:
+            raise BdevError(label, "open", 0, 0, _status(error.errno), f"{path}: {error}") from error
+        detail = {"path": str(path), "io": "linux-aio"}
+        if opened.buffered_reason is not None:
+            detail["buffered"] = opened.buffered_reason
+        info = BdevInfo(
+            name=label,
+            kind="file",
+            size_bytes=opened.size_bytes,
+            block_size=_BLOCK_SIZE,
+            buffer_align=_BLOCK_SIZE,
+            max_transfer_bytes=max_transfer_bytes,
+            optimal_io_bytes=1 << 20,
+            queue_depth=queue_depth,
+            detail=detail,
+        )
+        return cls._start(info, opened)
+
+    @classmethod
+    def _start(cls, info: BdevInfo, opened: _OpenedFile) -> FileBdev:
+        try:
+            bdev = cls(info, opened)
+        except OSError as error:
+            os.close(opened.fd)
+            raise BdevError(info.name, "open", 0, 0, "io_error", str(error)) from error
+        trio.lowlevel.spawn_system_task(bdev._reap)
+        return bdev
+
+    @property
+    def stats(self) -> BdevStats:
+        return self._queue.stats
+
+    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
+        await self._queue.read(offset, buffers, deadline)
+
+    async def write_from(
+        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
+    ) -> None:
+        await self._queue.write(offset, buffers, deadline)
+
+    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
+        await self._queue.run("deallocate", offset, length, (), deadline)
+
+    async def flush(self, deadline: float) -> None:
+        await self._queue.run("flush", 0, 0, (), deadline)
+
+    async def drain(self) -> None:
+        await self._queue.drain()
+
+    async def aclose(self) -> None:
+        if self._is_closed:
+            await trio.lowlevel.checkpoint()
+            return
+        self._is_closed = True
+        self._queue.close()
+        with trio.CancelScope(
+            shield=True
+        ):  # closing under a device that still writes our memory would be worse
+            await self.drain()
+            self._reaping.cancel()
+            await self._reaped.wait()
+        self._aio.close()
+        os.close(self._fd)
+
+    # --- inside ---
+
+    def _launch(self, operation: Operation) -> None:
+        if operation.kind == "deallocate":
+            trio.lowlevel.spawn_system_task(self._discard, operation)
+            return
+        transfer = _Transfer(operation, self._free_slots.pop())
+        self._transfers[transfer.slot] = transfer
+        self._send(transfer)
+
+    def _send(self, transfer: _Transfer) -> None:
+        pieces = transfer.next_pieces(self.info.max_transfer_bytes)
+        opcode = _OPCODES[transfer.operation.kind]
+        self._aio.prepare(transfer.slot, opcode, self._fd, transfer.offset, pieces)
+        if not self._submits_inline:
+            trio.lowlevel.spawn_system_task(self._submit_in_thread, transfer)
+            return
+        try:
+            self._aio.submit(transfer.slot)
+        except OSError as error:
+            self._end(transfer, error.errno or errno.EIO)
+
+    async def _submit_in_thread(self, transfer: _Transfer) -> None:
+        try:
+            await trio.to_thread.run_sync(self._aio.submit, transfer.slot)
+        except OSError as error:
+            self._end(transfer, error.errno or errno.EIO)
+
+    async def _reap(self) -> None:
+        with self._reaping:
+            while True:
+                await trio.lowlevel.wait_readable(self._aio.event_fd)
+                for slot, result in self._aio.reap():
+                    self._progress(self._transfers[slot], result)
+        self._reaped.set()
+
+    def _progress(self, transfer: _Transfer, result: int) -> None:
+        if result < 0:
+            self._end(transfer, -result)
+            return
+        transfer.advance(result)
+        if not transfer.pieces:
+            self._end(transfer, 0)
+        elif result == 0 or result % self.info.block_size:
+            self._end(transfer, errno.ENODATA)
+        else:
+            self._send(transfer)
+
+    def _end(self, transfer: _Transfer, code: int) -> None:
+        del self._transfers[transfer.slot]
+        self._free_slots.append(transfer.slot)
+        operation = transfer.operation
+        error = self._queue.failure(operation, _status(code), os.strerror(code)) if code else None
+        self._queue.answer(operation, error)
+
+    async def _discard(self, operation: Operation) -> None:
+        error = None
+        if self._is_block_device:
+            try:
+                await trio.to_thread.run_sync(_punch_hole, self._fd, operation.offset, operation.length)
+            except OSError as problem:
+                error = self._queue.failure(operation, _status(problem.errno), str(problem))
+        self._queue.answer(operation, error)
+
+
+def _status(code: int | None) -> str:
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return "no_space"
+    return "short" if code == errno.ENODATA else "io_error"
+
+
+def _punch_hole(fd: int, offset: int, length: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate64(fd, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(length)):
+        code = ctypes.get_errno()
+        if code != errno.EOPNOTSUPP:  # a device without TRIM
+            raise OSError(code, os.strerror(code))
+
+
+def _open_file(path: Path, size_bytes: int | None) -> _OpenedFile:
+    is_block_device = path.exists() and stat.S_ISBLK(path.stat().st_mode)
+    flags = os.O_RDWR | (os.O_EXCL if is_block_device else 0)
+    if size_bytes is not None and not is_block_device:
+        flags |= os.O_CREAT
+    fd, reason = _open_direct(path, flags)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size = _usable_size(fd, size_bytes, is_block_device)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise OSError(error.errno, "another process uses this file") from error
+    except OSError:
+        os.close(fd)
+        raise
+    return _OpenedFile(fd, size, is_block_device, reason)
+
+
+def _open_direct(path: Path, flags: int) -> tuple[int, str | None]:
+    """The file descriptor, and why it is buffered if it is."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600), None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, flags, 0o600), "the file system refuses O_DIRECT"
+
+
+def _usable_size(fd: int, wanted: int | None, is_block_device: bool) -> int:
+    size = os.lseek(fd, 0, os.SEEK_END)
+    if wanted is not None and wanted > size and is_block_device:
+        raise OSError(errno.ENOSPC, f"the device has {size} bytes, {wanted} were asked for")
+    if wanted is not None and not is_block_device:
+        os.posix_fallocate(fd, 0, wanted)
+        size = wanted
+    return (wanted or size) // _BLOCK_SIZE * _BLOCK_SIZE

@@ -1,0 +1,84 @@
+"""A bdev in memory: the fake the others are measured against, as strict about alignment as a real device.
+
+Operations complete at once, in order. `image` is the device's content; it outlives `aclose`, so a second device over the
+same image is a restart. Faults are injected from outside by `dpurt.testing.FaultyBdev`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpurt.bdev import BdevInfo, BdevStats
+from dpurt.bdev.buffers import aligned_buffer
+from dpurt.bdev.operation_queue import Operation, OperationQueue
+
+__all__ = ["MemoryBdev", "copy_operation"]
+
+
+def copy_operation(image: memoryview, operation: Operation) -> None:
+    """Carry out a read or write on an image of the device. Deallocated bytes read as zero; a flush has no effect."""
+    cursor = operation.offset
+    for buffer in operation.buffers:
+        piece = image[cursor : cursor + len(buffer)]
+        if operation.kind == "read":
+            buffer[:] = piece
+        else:
+            piece[:] = buffer
+        cursor += len(buffer)
+    if operation.kind == "deallocate":
+        image[operation.offset : operation.offset + operation.length] = bytes(operation.length)
+
+
+class MemoryBdev:
+    """See `Bdev`. `image` may be handed in to reopen an old device; its length is the size."""
+
+    def __init__(
+        self,
+        size_bytes: int = 0,
+        *,
+        name: str = "memory",
+        block_size: int = 4096,
+        queue_depth: int = 64,
+        image: memoryview | None = None,
+    ) -> None:
+        self.image = aligned_buffer(size_bytes) if image is None else image
+        self.info = BdevInfo(
+            name=name,
+            kind="memory",
+            size_bytes=len(self.image),
+            block_size=block_size,
+            buffer_align=block_size,
+            max_transfer_bytes=1 << 20,
+            optimal_io_bytes=block_size,
+            queue_depth=queue_depth,
+        )
+        self._queue = OperationQueue(self.info, self._launch)
+
+    @property
+    def stats(self) -> BdevStats:
+        return self._queue.stats
+
+    def _launch(self, operation: Operation) -> None:
+        copy_operation(self.image, operation)
+        self._queue.answer(operation)
+
+    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
+        await self._queue.read(offset, buffers, deadline)
+
+    async def write_from(
+        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
+    ) -> None:
+        await self._queue.write(offset, buffers, deadline)
+
+    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
+        await self._queue.run("deallocate", offset, length, (), deadline)
+
+    async def flush(self, deadline: float) -> None:
+        await self._queue.run("flush", 0, 0, (), deadline)
+
+    async def drain(self) -> None:
+        await self._queue.drain()
+
+    async def aclose(self) -> None:
+        self._queue.close()
+        await self.drain()

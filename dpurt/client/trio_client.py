@@ -1,0 +1,452 @@
+"""The Trio client.
+
+One DEALER socket carries every request; a reader task hands replies to their waiters by id. The session (the `hello`
+exchange, and the fabric link it opens) is made on first use and again when the node says it does not know us, e.g. after
+its restart; between tries that failed there is a growing pause, so a dead node costs a call nothing but an exception.
+
+Every byte a `load` hands back was checked against the CRC-32C the node stated for it, after it arrived. A block that does
+not check is reported ``checksum`` and its buffer's content must not be used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import crc32c
+import trio
+
+from dpurt.core.identity import Space
+from dpurt.errors import DeadlineExceeded, FabricError, NodeUnavailable, RemoteProtocolError, SpaceMismatch
+from dpurt.fabric import Endpoint, MemoryRegion, Piece
+from dpurt.fabric import connect as connect_fabric
+from dpurt.transport import CurveClient, SocketOptions, ZmqSocket, open_context
+from dpurt.wire import messages as m
+
+T = TypeVar("T", bound=m.Reply)
+MAX_REPLY_BYTES = 16 << 20
+_BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """One block of a load. `status` ``ok`` means its bytes are in the caller's buffer (or view) and were checked."""
+
+    status: str
+    source: str = ""
+    reason: str = ""
+    data: memoryview | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What one successful `hello` gave."""
+
+    reply: m.HelloReply
+    endpoint: Endpoint
+
+
+@asynccontextmanager
+async def connect(
+    endpoint: str,
+    *,
+    host: str,
+    spaces: Mapping[str, Space],
+    fabrics: Sequence[str] = ("shm", "tcp"),
+    timeout_s: float = 5.0,
+    curve: CurveClient | None = None,
+) -> AsyncIterator[Client]:
+    """A client of the node at `endpoint`. Does not fail when the node is down: the calls do.
+
+    `host` is this host's name in the node's topology, `spaces` the identities it will use, by their names there.
+    `fabrics` are those this host can use, best first. `curve` encrypts and authenticates the channel.
+    """
+    options = SocketOptions(curve=curve, max_message_bytes=MAX_REPLY_BYTES, linger_ms=200)
+    with open_context() as context, ZmqSocket(context, "DEALER", options) as socket:
+        socket.connect(endpoint)
+        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client._read)
+            nursery.start_soon(client._keep_alive)
+            try:
+                yield client
+            finally:
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                    await client._close()
+                nursery.cancel_scope.cancel()
+
+
+class Client:
+    """One host's conversation with one node. Made by `connect`. Methods may be called from several tasks.
+
+    All raise `NodeUnavailable` when no node answers, `DeadlineExceeded` when it answers too late, `SpaceMismatch` when it
+    refuses this host's idea of a space, `RemoteProtocolError` for any other refusal.
+    """
+
+    def __init__(
+        self,
+        socket: ZmqSocket,
+        endpoint: str,
+        host: str,
+        spaces: Mapping[str, Space],
+        fabrics: Sequence[str],
+        timeout_s: float,
+    ) -> None:
+        self._socket = socket
+        self.endpoint = endpoint
+        self._host = host
+        self._spaces = dict(spaces)
+        self._fabrics = list(fabrics)
+        self._timeout_s = timeout_s
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, tuple[trio.Event, list[m.AnyReply]]] = {}
+        self._session: _Session | None = None
+        self._session_lock = trio.Lock()
+        self._failures = 0
+        self._not_before = 0.0
+        self.checksum_errors = 0
+
+    # --- session ---
+
+    @property
+    def is_connected(self) -> bool:
+        """True while the last word from the node was not a failure."""
+        return self._session is not None
+
+    async def session(self, deadline: float) -> m.HelloReply:
+        """The current session's terms; opens one when there is none."""
+        return (await self._ensure_session(deadline)).reply
+
+    async def _ensure_session(self, deadline: float) -> _Session:
+        if self._session is not None:
+            return self._session
+        async with self._session_lock:
+            if self._session is not None:
+                return self._session
+            if trio.current_time() < self._not_before:
+                raise NodeUnavailable(self.endpoint, "did not answer a moment ago")
+            try:
+                self._session = await self._open_session(deadline)
+            except (DeadlineExceeded, FabricError, OSError) as error:
+                pause = _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
+                self._failures += 1
+                self._not_before = trio.current_time() + pause
+                raise NodeUnavailable(self.endpoint, str(error)) from error
+            self._failures = 0
+            return self._session
+
+    async def _open_session(self, deadline: float) -> _Session:
+        claims = [m.claim_of(name, space) for name, space in self._spaces.items()]
+        hello = m.Hello(host=self._host, protocol=m.PROTOCOL, spaces=claims, fabrics=self._fabrics)
+        reply = await self._exchange(hello, m.HelloReply, deadline)
+        endpoint = await connect_fabric(
+            reply.fabric, reply.fabric_address, reply.session, reply.token, deadline
+        )
+        return _Session(reply, endpoint)
+
+    async def _lose_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.endpoint.aclose()
+
+    async def _close(self) -> None:
+        if self._session is not None:
+            await self._post(m.Bye())
+            await self._lose_session()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            session = self._session
+            await trio.sleep(session.reply.session_timeout_ms / 4000 if session else 0.25)
+            if self._session is not None:
+                await self._post(m.Ping())
+
+    # --- wire ---
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv()
+            try:
+                reply = m.decode_reply(frames[-1])
+            except RemoteProtocolError:
+                continue  # not ours to judge; its waiter will time out
+            if reply.id == 0 and isinstance(reply, m.ErrorReply) and reply.code == "no_session":
+                await self._lose_session()
+                continue
+            waiter = self._waiting.get(reply.id)
+            if waiter is not None:
+                waiter[1].append(reply)
+                waiter[0].set()
+
+    async def _post(self, request: m.Request) -> None:
+        """Send without an answer; dropped when the socket is full."""
+        with trio.move_on_after(0.5):
+            await self._socket.send([m.encode(request)])
+
+    async def _exchange(self, request: m.Request, kind: type[T], deadline: float) -> T:
+        now = trio.current_time()
+        budget = max(deadline - now, 0.001)
+        request.id = next(self._ids)
+        request.deadline_ms = max(1, min(int(budget * 1000), 3_600_000))
+        event, box = trio.Event(), list[m.AnyReply]()
+        self._waiting[request.id] = event, box
+        try:
+            with trio.move_on_at(deadline):
+                await self._socket.send([m.encode(request)])
+                await event.wait()
+        finally:
+            del self._waiting[request.id]
+        if not box:
+            raise DeadlineExceeded(type(request).__name__.lower(), budget)
+        return _expect(box[0], kind)
+
+    async def _call(self, request: m.Request, kind: type[T], timeout_s: float | None = None) -> T:
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        await self._ensure_session(deadline)
+        try:
+            return await self._exchange(request, kind, deadline)
+        except RemoteProtocolError as error:
+            if error.code not in ("no_session", "stale_epoch"):
+                raise
+            await self._lose_session()
+            raise NodeUnavailable(self.endpoint, f"session lost ({error.code})") from error
+        except DeadlineExceeded:
+            await self._lose_session()
+            raise
+
+    # --- the protocol ---
+
+    async def lookup(
+        self,
+        space: str,
+        request: str,
+        tokens: bytes | memoryview | None = None,
+        *,
+        digests: Sequence[bytes] | None = None,
+        will_load: bool = True,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> m.LookupReply:
+        """How much of a prompt (raw little-endian tokens, or chained digests) the node has."""
+        message = m.Lookup(
+            space=space, request=request, shard=shard, intent="will_load" if will_load else "probe",
+            tokens=None if tokens is None else bytes(tokens),
+            digests=None if digests is None else list(digests),
+        )  # fmt: skip
+        return await self._call(message, m.LookupReply, timeout_s)
+
+    async def hint(self, hint: m.Hint) -> None:
+        """Tell the node something; no answer, may be lost."""
+        if self._session is not None:
+            await self._post(hint)
+
+    async def finish(self, request: str, reason: str = "") -> None:
+        """The request is over: its scope ends, `reason` (``end_turn``, ``tool_use``) feeds the predictors."""
+        await self.hint(m.Hint(request=request, kind="finish", reason=reason))
+
+    async def load(
+        self,
+        request: str,
+        first: int,
+        into: Sequence[memoryview],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """Copy blocks [first, first + len(into)) of the looked-up prefix into the caller's buffers, and check them."""
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        message = m.Load(request=request, first=first, count=len(into), parts=parts, shard=shard)
+        reply = await self._load(message, deadline)
+        arrived = [
+            buffer[: grant.length] if grant.status == "ok" else None
+            for grant, buffer in zip(reply.blocks, into, strict=True)
+        ]
+        try:
+            pieces = [
+                Piece(grant.region, grant.offset, grant.lease, local)
+                for grant, local in zip(reply.blocks, arrived, strict=True)
+                if local is not None
+            ]
+            if pieces:
+                await self._over_link(self._link().pull(pieces, deadline))
+        finally:
+            await self._release(reply)
+        return self._checked(reply, arrived)
+
+    @asynccontextmanager
+    async def view(
+        self,
+        request: str,
+        first: int,
+        count: int,
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[list[LoadedBlock]]:
+        """As `load`, without a copy: read-only views of the node's memory, valid inside the ``async with`` (shm only)."""
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        message = m.Load(request=request, first=first, count=count, parts=parts, shard=shard)
+        reply = await self._load(message, deadline)
+        try:
+            link = self._link()
+            views = [
+                link.view(g.region, g.offset, g.length) if g.status == "ok" else None for g in reply.blocks
+            ]
+            if any(view is None and g.status == "ok" for view, g in zip(views, reply.blocks, strict=True)):
+                raise FabricError(
+                    self.endpoint, "view", "unsupported", 0, f"the {link.kind} fabric has no views"
+                )
+            yield self._checked(reply, views)
+        finally:
+            await self._release(reply)
+
+    async def load_pushed(
+        self,
+        request: str,
+        first: int,
+        landing: MemoryRegion,
+        offsets: Sequence[int],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """As `load`, but the node writes into `landing` (made by `landing()`), one offset a block."""
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        where = m.Landing(region=landing.region_id, offsets=list(offsets))
+        message = m.Load(
+            request=request, first=first, count=len(offsets), parts=parts, shard=shard, landing=where
+        )  # fmt: skip
+        reply = await self._load(message, deadline)
+        return self._checked(
+            reply,
+            [landing.view[at : at + grant.length] for at, grant in zip(offsets, reply.blocks, strict=True)],
+        )
+
+    async def landing(self, size: int, timeout_s: float | None = None) -> MemoryRegion:
+        """Memory of this host the node may push into, for the life of the session."""
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        return (await self._ensure_session(deadline)).endpoint.landing(size)
+
+    async def store(
+        self,
+        space: str,
+        request: str,
+        tokens: bytes | memoryview | None,
+        first: int,
+        payloads: Sequence[memoryview | bytes],
+        *,
+        digests: Sequence[bytes] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[str]:
+        """Store the KV of blocks [first, first + len(payloads)) of a prompt; a status for each (`wire.messages.CommitReply`)."""
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        reserve = m.Reserve(
+            space=space, request=request, first=first, count=len(payloads), shard=shard,
+            tokens=None if tokens is None else bytes(tokens),
+            digests=None if digests is None else list(digests),
+        )  # fmt: skip
+        reserved = (await self._call(reserve, m.ReserveReply, deadline - trio.current_time())).blocks
+        statuses = [r.status for r in reserved]
+        mine = [i for i, r in enumerate(reserved) if r.status == "reserved"]
+        if not mine:
+            return statuses
+        parts = [group.part_bytes for group in self._spaces[space].geometry.groups]
+        views = {i: memoryview(payloads[i]).cast("B") for i in mine}
+        pieces = [
+            Piece(reserved[i].region, reserved[i].offset, reserved[i].reservation, views[i]) for i in mine
+        ]
+        await self._over_link(self._link().store(pieces, deadline))
+        blocks = [
+            m.CommitBlock(reservation=reserved[i].reservation, crcs=part_crcs(views[i], parts)) for i in mine
+        ]
+        reply = await self._call(
+            m.Commit(request=request, blocks=blocks), m.CommitReply, deadline - trio.current_time()
+        )
+        for i, status in zip(mine, reply.statuses, strict=True):
+            statuses[i] = status
+        return statuses
+
+    async def cancel(self, request: str, timeout_s: float | None = None) -> int:
+        """End a scope; returns how many leases, reservations and prefetches it held."""
+        return (await self._call(m.Cancel(request=request), m.Ok, timeout_s)).count
+
+    async def explain(
+        self, space: str, tokens: bytes | None = None, *, digests: Sequence[bytes] | None = None
+    ) -> list[m.Reason]:
+        """Why each block of a prompt is or is not here."""
+        message = m.Explain(space=space, tokens=tokens, digests=None if digests is None else list(digests))
+        return (await self._call(message, m.ExplainReply)).blocks
+
+    async def stats(self) -> dict[str, object]:
+        """The node's counters."""
+        return (await self._call(m.Stats(), m.StatsReply)).stats
+
+    # --- parts of the above ---
+
+    def _link(self) -> Endpoint:
+        if self._session is None:
+            raise NodeUnavailable(self.endpoint, "the session was lost")
+        return self._session.endpoint
+
+    async def _over_link(self, transfer: Awaitable[None]) -> None:
+        """A transfer; a broken link ends the session, a refused access does not."""
+        try:
+            await transfer
+        except FabricError as error:
+            if error.status != "remote_access":
+                await self._lose_session()
+            raise
+
+    async def _load(self, message: m.Load, deadline: float) -> m.LoadReply:
+        return await self._call(message, m.LoadReply, deadline - trio.current_time())
+
+    async def _release(self, reply: m.LoadReply) -> None:
+        leases = [grant.lease for grant in reply.blocks if grant.lease]
+        if leases:
+            with trio.CancelScope(shield=True):
+                await self._post(m.Release(leases=leases))
+
+    def _checked(self, reply: m.LoadReply, arrived: Sequence[memoryview | None]) -> list[LoadedBlock]:
+        return [
+            self._check_one(g, data, reply.part_bytes) for g, data in zip(reply.blocks, arrived, strict=True)
+        ]
+
+    def _check_one(self, grant: m.Grant, data: memoryview | None, part_bytes: Sequence[int]) -> LoadedBlock:
+        if grant.status != "ok" or data is None:
+            return LoadedBlock(grant.status, grant.source, grant.reason)
+        if part_crcs(data, part_bytes) != grant.crcs:
+            self.checksum_errors += 1
+            return LoadedBlock(
+                "checksum", grant.source, "the bytes that arrived are not the bytes the node described"
+            )
+        return LoadedBlock("ok", grant.source, "", data)
+
+
+def part_crcs(payload: memoryview, part_bytes: Sequence[int]) -> list[int]:
+    """CRC-32C of each part of a payload."""
+    crcs, start = [], 0
+    for size in part_bytes:
+        crcs.append(crc32c.crc32c(payload[start : start + size]))
+        start += size
+    return crcs
+
+
+def _expect(reply: m.AnyReply, kind: type[T]) -> T:
+    if isinstance(reply, kind):
+        return reply
+    if isinstance(reply, m.ErrorReply):
+        if reply.code == "space_mismatch":
+            raise SpaceMismatch(reply.field, reply.mine, reply.theirs)
+        raise RemoteProtocolError(reply.code, reply.message)
+    raise RemoteProtocolError("unexpected_reply", f"expected {kind.__name__}, got {type(reply).__name__}")

@@ -1,0 +1,23 @@
+"""`dpurt epoch bump SPACE`: new weights; every block of the space becomes unreachable at once."""
+
+from __future__ import annotations
+
+import argparse
+
+from dpurt.client.admin import ask
+from dpurt.config import load_config
+from dpurt.wire import messages as m
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("action", choices=["bump"])
+    parser.add_argument("space")
+    parser.add_argument("--topology", default="laptop", help="the node's topology (for its run_dir)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Bump."""
+    reply = ask(load_config(args.topology).node.run_path, m.EpochBump(space=args.space), m.Ok)
+    print(f"space {args.space}: epoch is now {reply.count}; hosts of the old epoch must say hello again")
+    return 0

@@ -1,0 +1,82 @@
+"""`dpurt explain SPACE --tokens FILE`: why each block of a prompt is here or is not."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from dpurt.client.admin import ask
+from dpurt.config import Config, load_config
+from dpurt.errors import ConfigError, NodeUnavailable
+from dpurt.json_output import add_json_argument, write_json
+from dpurt.wire import messages as m
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("space")
+    parser.add_argument("--topology", default="laptop", help="the node's topology (for its run_dir)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--tokens", metavar="FILE|-", help="a JSON array of token ids, e.g. as a tokenizer prints"
+    )
+    source.add_argument(
+        "--digest", action="append", metavar="HEX", help="an engine's block digest; repeat in prefix order"
+    )
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask and show. Exit code 1 when no node answers: then every block misses, for that reason."""
+    config = load_config(args.topology)
+    request = m.Explain(space=args.space, tokens=_tokens(args, config), digests=_digests(args))
+    try:
+        blocks = ask(config.node.run_path, request, m.ExplainReply).blocks
+    except NodeUnavailable as error:
+        if args.json is not None:
+            write_json(args.json, {"reason": "peer_down", "detail": str(error)})
+        print(f"every block misses: peer down ({error})", file=sys.stderr)
+        return 1
+    if args.json is not None:
+        write_json(args.json, msgspec.to_builtins(blocks))
+    else:
+        print("\n".join(table(blocks)))
+    return 0
+
+
+def table(blocks: list[m.Reason]) -> list[str]:
+    """One line a run of blocks with the same answer."""
+    rows = []
+    for (reason, detail), group in itertools.groupby(blocks, key=lambda b: (b.reason, b.detail)):
+        run = list(group)
+        first, last = run[0].block, run[-1].block
+        span = f"block {first}" if first == last else f"blocks {first}-{last}"
+        age = f", {run[0].age_s:.1f} s ago" if run[0].age_s else ""
+        rows.append(f"{span:<18} {reason}{age}" + (f" ({detail})" if detail else ""))
+    return rows or ["the prompt has no whole block"]
+
+
+def _tokens(args: argparse.Namespace, config: Config) -> bytes | None:
+    if args.tokens is None:
+        return None
+    text = sys.stdin.read() if args.tokens == "-" else Path(args.tokens).read_text(encoding="utf-8")
+    try:
+        ids = msgspec.json.decode(text, type=list[int])
+    except msgspec.DecodeError as error:
+        raise ConfigError(args.tokens, f"expected a JSON array of token ids: {error}") from error
+    width = config.to_space(args.space).geometry.token_bytes
+    return np.array(ids, f"<i{width}").tobytes()
+
+
+def _digests(args: argparse.Namespace) -> list[bytes] | None:
+    if args.digest is None:
+        return None
+    try:
+        return [bytes.fromhex(text) for text in args.digest]
+    except ValueError as error:
+        raise ConfigError("--digest", str(error)) from error

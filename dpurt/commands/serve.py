@@ -1,0 +1,77 @@
+"""`dpurt serve TOPOLOGY`: run one node until SIGTERM or SIGINT, then drain."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import structlog
+import trio
+
+from dpurt.config import load_config
+from dpurt.node import Node
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("topology", help="a TOML file, or the name of a ready one (laptop, host-cpu, ...)")
+    parser.add_argument("--ready-file", type=Path, help="write the endpoint here once hosts may connect")
+    parser.add_argument(
+        "--log-level", default=None, help="debug, info, warning, error (default: the topology's)"
+    )
+    parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve."""
+    config = load_config(args.topology)
+    set_up_logging(args.log_level or config.node.log_level, as_json=args.log_json)
+    for warning in config.warnings():
+        structlog.get_logger().warning("topology", detail=warning)
+    trio.run(_serve, Node(config), args.ready_file)
+    return 0
+
+
+def set_up_logging(level: str, *, as_json: bool) -> None:
+    """structlog to stderr."""
+    renderer: structlog.types.Processor = (
+        structlog.processors.JSONRenderer()
+        if as_json
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper(), logging.INFO)),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+async def _serve(node: Node, ready_file: Path | None) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_stop_on_signal, signals, node)
+            endpoint = await nursery.start(_run, node, nursery.cancel_scope)
+            print(f"dpurt: node {node.config.node.name} serves {endpoint}", file=sys.stderr, flush=True)
+            if ready_file is not None:
+                scratch = ready_file.with_suffix(".part")
+                scratch.write_text(endpoint)
+                scratch.rename(ready_file)
+
+
+async def _run(node: Node, scope: trio.CancelScope, *, task_status: trio.TaskStatus[str]) -> None:
+    await node.run(task_status=task_status)
+    scope.cancel()
+
+
+async def _stop_on_signal(signals: object, node: Node) -> None:
+    async for _ in signals:  # type: ignore[attr-defined]
+        node.stop()

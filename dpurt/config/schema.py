@@ -1,0 +1,493 @@
+"""The tables of a topology, as frozen structs; field names are the TOML keys, units are in the names.
+
+What a single table can tell about itself is checked here (types, ranges, `__post_init__`); what tables say
+about each other is in `rules`. Making a struct by calling it checks no types: use `config_from`. Byte fields
+may be written as ``"16 GiB"`` in a file (see `reading`). Relative `*_file` and `*_dir` paths belong to the
+topology's folder; a bdev's relative `path` to the node's run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from dpurt import keys
+from dpurt.config import rules
+from dpurt.core.device_model import DeviceProfile
+from dpurt.core.identity import MAX_PARTS, Geometry, LayerGroup, Space
+from dpurt.core.record import RecordLayout
+from dpurt.errors import ConfigError
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Text = Annotated[str, Meta(min_length=1)]
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Micros = Annotated[float, Meta(ge=0)]
+FabricKind = Literal["shm", "tcp"]
+Predictor = Literal["sliding_window", "hint", "attention_prev", "attention_ewma", "cross_request"]
+
+MIN_SALT_BYTES = 16
+SAFE_DISK_SHARE = 0.8
+PRIVATE = 0o700
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all tables share."""
+
+
+class NodeConfig(Table, kw_only=True):
+    """`run_dir` holds sockets and relative bdev paths."""
+
+    name: Name = "dpurt"
+    run_dir: Text | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def run_path(self) -> Path:
+        """`run_dir`, or a folder of our own per node name under the user's runtime or the temporary folder."""
+        if self.run_dir is not None:
+            return Path(self.run_dir)
+        if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+            return Path(runtime) / f"dpurt-{self.name}"
+        return Path(tempfile.gettempdir()) / f"dpurt-{os.getuid()}-{self.name}"
+
+    def make_run_dir(self) -> Path:
+        """Make the run folder, mode 0700, if it is missing; ConfigError when it is not ours alone."""
+        path = self.run_path
+        try:
+            path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            status = path.stat()
+        except OSError as error:
+            raise ConfigError("$.node.run_dir", f"cannot make {path}: {error.strerror}") from error
+        if self.run_dir is None and (status.st_uid != os.getuid() or status.st_mode & 0o077):
+            raise ConfigError("$.node.run_dir", f"{path} exists and others can enter it; remove it")
+        return path
+
+
+class CurveConfig(Table, kw_only=True):
+    """Keys of the gateway; made with `dpurt keys generate`. Hosts' `public_key`s are authorised too."""
+
+    secret_key_file: Text
+    authorized_keys_dir: Text | None = None
+
+    def secret_key(self) -> bytes:
+        """The node's secret key (Z85). ConfigError if it cannot be read or others can read it too."""
+        return keys.load_pair(Path(self.secret_key_file)).secret.encode()
+
+    def authorized_keys(self, extra: Iterable[str] = ()) -> frozenset[str]:
+        """Public keys of the authorised folder and `extra` ones. See `Config.authorized_keys`."""
+        folder = keys.load_authorized(Path(self.authorized_keys_dir)) if self.authorized_keys_dir else {}
+        return frozenset(folder) | frozenset(extra)
+
+
+class GatewayConfig(Table, kw_only=True):
+    """The clients' door. Anything but loopback and ipc needs `curve`."""
+
+    bind: Text = "tcp://127.0.0.1:7571"
+    curve: CurveConfig | None = None
+    session_timeout_s: Seconds = 10.0
+    max_message_bytes: Annotated[int, Meta(ge=64 << 10, le=1 << 30)] = 8 << 20
+    max_clients: Positive = 64
+    max_inflight_per_client: Positive = 256
+    max_scopes_per_client: Positive = 4096
+
+    def __post_init__(self) -> None:
+        rules.check_endpoint(self.bind, "gateway.bind", ("tcp", "ipc"))
+        if self.curve is None and not rules.is_local(self.bind):
+            raise ValueError(
+                f"bind {self.bind!r} can be reached from other machines and needs [gateway.curve] keys "
+                "(make them with: dpurt keys generate)"
+            )
+
+
+class StagingConfig(Table, kw_only=True):
+    """DRAM for blocks on their way. `lease_s` bounds a pull lease."""
+
+    bytes: Positive
+    eviction: Name = "lru"
+    lease_s: Seconds = 30.0
+
+
+class BdevConfig(Table, tag_field="kind"):
+    """What every kind of bdev has. Subclasses: `FileBdevConfig`, `MemoryBdevConfig`, `ModelledBdevConfig`."""
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        """Keyword arguments of `dpurt.bdev.factory.open_bdev` for this kind."""
+        raise NotImplementedError
+
+    def capacity(self, config: Config) -> int:
+        """How many bytes the store may ever use: the cap, or a safe default. ConfigError if that is too
+        little.
+        """
+        raise NotImplementedError
+
+
+class FileBdevConfig(BdevConfig, kw_only=True, tag="file"):
+    """A file or block device. Without `capacity_bytes` the cap is `size_bytes`, but at most 80 % of what is
+    free.
+    """
+
+    name: Name
+    path: Text
+    size_bytes: Positive | None = None
+    capacity_bytes: Positive | None = None
+    segment_bytes: Positive = 64 << 20
+    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
+    deadline_s: Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        if self.size_bytes is None and self.capacity_bytes is None:
+            raise ValueError("give size_bytes, capacity_bytes or both: a byte cap is mandatory")
+        rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
+
+    def full_path(self, config: Config) -> Path:
+        """Where the file is."""
+        return config.node.run_path / Path(self.path).expanduser()
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        size = self.size_bytes or self.capacity_bytes
+        is_device = self.full_path(config).is_block_device()
+        return {
+            "path": self.full_path(config),
+            "size_bytes": None if is_device else size,
+            "name": self.name,
+            "queue_depth": self.queue_depth,
+        }
+
+    def capacity(self, config: Config) -> int:
+        if self.capacity_bytes is not None:
+            return self.capacity_bytes
+        assert self.size_bytes is not None, "one of the two is given"
+        path = self.full_path(config)
+        cap = self.size_bytes if path.is_block_device() else min(self.size_bytes, safe_bytes(path))
+        if cap < rules.MIN_SEGMENTS * self.segment_bytes:
+            raise ConfigError(
+                f"$.bdev {self.name!r}",
+                f"only {cap:,} bytes are safe to use at {path}: too few for {rules.MIN_SEGMENTS} segments of "
+                f"{self.segment_bytes:,}; free some space, or set a smaller segment_bytes",
+            )
+        return cap
+
+
+class MemoryBdevConfig(BdevConfig, kw_only=True, tag="memory"):
+    """Blocks in plain memory: for tests and trials."""
+
+    name: Name
+    size_bytes: Positive
+    capacity_bytes: Positive | None = None
+    segment_bytes: Positive = 64 << 20
+    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
+    deadline_s: Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        return {"size_bytes": self.size_bytes, "name": self.name, "queue_depth": self.queue_depth}
+
+    def capacity(self, config: Config) -> int:
+        return self.capacity_bytes or self.size_bytes
+
+
+class ProfileConfig(Table, kw_only=True):
+    """What a modelled device can do. `source` says where the figures come from."""
+
+    read_latency_us: Micros
+    write_latency_us: Micros
+    read_bytes_per_s: Positive
+    write_bytes_per_s: Positive
+    source: str = ""
+
+
+class ModelledBdevConfig(BdevConfig, kw_only=True, tag="modelled"):
+    """Memory that answers as slowly as a device of this profile would."""
+
+    name: Name
+    size_bytes: Positive
+    profile: ProfileConfig
+    capacity_bytes: Positive | None = None
+    segment_bytes: Positive = 64 << 20
+    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
+    deadline_s: Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        profile = DeviceProfile(
+            name=self.name,
+            read_latency_s=self.profile.read_latency_us / 1e6,
+            write_latency_s=self.profile.write_latency_us / 1e6,
+            read_bytes_per_s=self.profile.read_bytes_per_s,
+            write_bytes_per_s=self.profile.write_bytes_per_s,
+            queue_depth=self.queue_depth,
+        )
+        return {"size_bytes": self.size_bytes, "name": self.name, "profile": profile}
+
+    def capacity(self, config: Config) -> int:
+        return self.capacity_bytes or self.size_bytes
+
+
+class TenantConfig(Table, kw_only=True):
+    """A tenant and where its secret salt is: exactly one of the three, or an explicit `allow_empty_salt`."""
+
+    name: Name
+    salt_file: Text | None = None
+    salt_env: Name | None = None
+    salt: Annotated[str, Meta(min_length=MIN_SALT_BYTES)] | None = None
+    allow_empty_salt: bool = False
+
+    def __post_init__(self) -> None:
+        given = [word for word in ("salt_file", "salt_env", "salt") if getattr(self, word) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of {', '.join(given)}, not {len(given)}")
+        if bool(given) == self.allow_empty_salt:
+            raise ValueError(
+                "give one of salt_file, salt_env, salt; or none of them with allow_empty_salt = true"
+            )
+
+    def load_salt(self) -> bytes:
+        """The secret. ConfigError when it is missing, too short, or readable by others."""
+        if self.allow_empty_salt:
+            return b""
+        salt = self._read()
+        if len(salt) < MIN_SALT_BYTES:
+            raise ConfigError(
+                f"$.tenant {self.name!r}",
+                f"its salt must have at least {MIN_SALT_BYTES} bytes, has {len(salt)}",
+            )
+        return salt
+
+    def _read(self) -> bytes:
+        if self.salt_file is not None:
+            return keys.read_secret(Path(self.salt_file))
+        if self.salt_env is not None:
+            return os.environb.get(self.salt_env.encode(), b"")
+        return (self.salt or "").encode()
+
+
+class LayerGroupConfig(Table, kw_only=True):
+    """See `dpurt.core.identity.LayerGroup`: `part_bytes` is of one block of one shard."""
+
+    name: Name
+    num_layers: Positive
+    num_kv_heads: Positive
+    head_size: Positive
+    part_bytes: Positive
+    packing: Text = "kv"
+    window_tokens: Positive | None = None
+
+    def to_group(self) -> LayerGroup:
+        return LayerGroup(**msgspec.structs.asdict(self))
+
+
+class GeometryConfig(Table, kw_only=True):
+    """See `dpurt.core.identity.Geometry`."""
+
+    block_tokens: Positive
+    groups: Annotated[tuple[LayerGroupConfig, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    token_bytes: Literal[4, 8] = 4
+
+    def to_geometry(self) -> Geometry:
+        groups = tuple(group.to_group() for group in self.groups)
+        return Geometry(block_tokens=self.block_tokens, groups=groups, token_bytes=self.token_bytes)
+
+
+class SpaceConfig(Table, kw_only=True):
+    """A space: see `dpurt.core.identity.Space`.
+
+    `ttl_s` 0 means blocks do not age (the byte cap still reclaims them). `staging_share` is this space's part
+    of staging; what is left over is split evenly among the spaces that name none. `domain` is the trust
+    domain: spaces of one domain share a region, which their hosts may map whole. By default each tenant is
+    its own.
+    """
+
+    name: Name
+    model: Text
+    revision: Text
+    kv_dtype: Text
+    tenant: Name
+    geometry: GeometryConfig
+    tp_size: Positive = 1
+    pp_size: Positive = 1
+    lora_name: Text | None = None
+    lora_version: Text | None = None
+    ttl_s: Annotated[float, Meta(ge=0)] = 0.0
+    staging_share: Annotated[float, Meta(gt=0, le=1)] | None = None
+    domain: Name | None = None
+
+    @property
+    def trust_domain(self) -> str:
+        return self.domain or self.tenant
+
+    def to_space(self, salt: bytes) -> Space:
+        """The identity, epoch 0."""
+        return Space(
+            model=self.model,
+            revision=self.revision,
+            kv_dtype=self.kv_dtype,
+            geometry=self.geometry.to_geometry(),
+            tenant=self.tenant,
+            salt=salt,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            lora_name=self.lora_name,
+            lora_version=self.lora_version,
+        )
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one block of one shard, in staging and on a bdev. Does not need the salt."""
+        return RecordLayout.of(self.to_space(b"")).record_bytes
+
+
+class HostConfig(Table, kw_only=True):
+    """A GPU host that may connect. `fabrics`: best first. `public_key`: only the bearer of its secret may
+    claim the name.
+    """
+
+    name: Name
+    spaces: Annotated[tuple[Name, ...], Meta(min_length=1)]
+    fabrics: Annotated[tuple[FabricKind, ...], Meta(min_length=1)] = ("shm", "tcp")
+    inbound_bytes: Positive = 256 << 20
+    public_key: Annotated[str, Meta(min_length=keys.Z85_KEY_CHARS, max_length=keys.Z85_KEY_CHARS)] | None = (
+        None
+    )
+
+
+class LinkConfig(Table, kw_only=True):
+    """What a fabric can do between this node and a host."""
+
+    host: Name
+    fabric: FabricKind
+    bandwidth_bytes_per_s: Positive
+    latency_us: Micros
+
+
+class FabricConfig(Table, kw_only=True):
+    """Where the tcp fabric listens. Its links are opened with a secret from the control channel but not
+    encrypted.
+    """
+
+    tcp_bind: Text = "tcp://127.0.0.1:0"
+
+    def __post_init__(self) -> None:
+        rules.check_endpoint(self.tcp_bind, "fabric.tcp_bind", ("tcp",))
+
+    def tcp_address(self) -> tuple[str, int]:
+        """(host, port)."""
+        url = urlsplit(self.tcp_bind)
+        assert url.hostname is not None and url.port is not None, "checked when made"
+        return url.hostname, url.port
+
+
+class PrefetchConfig(Table, kw_only=True):
+    """Which predictors run, and the budget they compete for."""
+
+    enabled: bool = True
+    predictors: tuple[Predictor, ...] = ("sliding_window", "hint", "attention_ewma", "cross_request")
+    lookahead_blocks: Positive = 64
+    bandwidth_bytes_per_s: Positive = 1 << 30
+    staging_fraction: Share = 0.5
+    min_probability: Share = 0.05
+
+
+class MetricsConfig(Table, kw_only=True):
+    """Prometheus text over HTTP on loopback, e.g. ``"127.0.0.1:9571"``; empty is off."""
+
+    bind: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.bind:
+            return
+        rules.check_endpoint(f"tcp://{self.bind}", "metrics.bind", ("tcp",))
+        if not rules.is_local(f"tcp://{self.bind}"):
+            raise ValueError(f"bind {self.bind!r} is not loopback, and the page has no authentication")
+
+
+class EnvelopeConfig(Table, kw_only=True):
+    """What the machine the node is meant for can do; with `model` true nothing here was measured on it."""
+
+    cores: Positive
+    dram_bytes: Positive
+    link_bytes_per_s: Positive
+    device_bytes_per_s: Positive
+    device_latency_us: Micros
+    model: bool = True
+    source: Text
+
+
+class Config(Table, kw_only=True):
+    """A whole topology, as seen by one node. Arrays of tables keep the file's order."""
+
+    staging: StagingConfig
+    bdev: Annotated[tuple[FileBdevConfig | MemoryBdevConfig | ModelledBdevConfig, ...], Meta(min_length=1)]
+    tenant: Annotated[tuple[TenantConfig, ...], Meta(min_length=1)]
+    space: Annotated[tuple[SpaceConfig, ...], Meta(min_length=1)]
+    host: tuple[HostConfig, ...] = ()
+    link: tuple[LinkConfig, ...] = ()
+    node: NodeConfig = NodeConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    fabric: FabricConfig = FabricConfig()
+    prefetch: PrefetchConfig = PrefetchConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    envelope: EnvelopeConfig | None = None
+
+    def space_named(self, name: str) -> SpaceConfig:
+        """ConfigError if there is none."""
+        for space in self.space:
+            if space.name == name:
+                return space
+        known = ", ".join(space.name for space in self.space)
+        raise ConfigError("$.space", f"no space {name!r}; known: {known}")
+
+    def host_named(self, name: str) -> HostConfig | None:
+        return next((host for host in self.host if host.name == name), None)
+
+    def to_space(self, name: str) -> Space:
+        """The identity of a space, its tenant's salt loaded, epoch 0. ConfigError when the salt cannot be
+        had.
+        """
+        space = self.space_named(name)
+        tenant = next(tenant for tenant in self.tenant if tenant.name == space.tenant)
+        return space.to_space(tenant.load_salt())
+
+    def staging_plan(self) -> dict[str, dict[str, int]]:
+        """Trust domain -> space -> bytes of staging."""
+        named = sum(space.staging_share or 0.0 for space in self.space)
+        unnamed = sum(space.staging_share is None for space in self.space)
+        rest = max(0.0, 1.0 - named) / max(unnamed, 1)
+        plan: dict[str, dict[str, int]] = {}
+        for space in self.space:
+            share = rest if space.staging_share is None else space.staging_share
+            plan.setdefault(space.trust_domain, {})[space.name] = int(self.staging.bytes * share)
+        return plan
+
+    def authorized_keys(self) -> frozenset[str]:
+        """Public keys that may open a CURVE channel: the hosts' own and those in the authorised folder."""
+        own = {host.public_key for host in self.host if host.public_key is not None}
+        return self.gateway.curve.authorized_keys(own) if self.gateway.curve else frozenset(own)
+
+    def warnings(self) -> list[str]:
+        """What is allowed but probably not meant."""
+        return list(rules.warnings(self))
+
+
+def safe_bytes(path: Path) -> int:
+    """How much a file at `path` may come to hold: 80 % of what is free there, counting what it holds already
+    as free.
+    """
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    disk = os.statvfs(folder)
+    held = path.stat().st_blocks * 512 if path.exists() else 0
+    return int((disk.f_bavail * disk.f_frsize + held) * SAFE_DISK_SHARE)

@@ -1,0 +1,398 @@
+"""The arbiter: which predictions may use the device, in which order. Pure; `now` and a view of the tiers are
+handed in.
+
+Theory of operation. All predictions of all predictors compete for one budget: device bandwidth, device queue,
+and bytes of staging.
+
+Admission. A prediction is refused at once, for a reason that is counted, if it is
+
+- ``resident`` or ``duplicate``: there, or on its way or waiting already (one fetch serves all: the refusal
+  names its job);
+- ``gone``: on no tier of ours;
+- ``low_value``: less likely than `Budget.min_probability`; ``throttled``: so after its predictor's record is
+  taken into account;
+- ``recompute_cheaper``: reading it takes longer than computing it;
+- ``too_late``: it would arrive no sooner than a demand read issued at the time of need, give or take
+  `late_ok_s`;
+- ``over_budget``: too many wait already.
+
+Otherwise it *waits*. Order: by latest useful start, in quanta of `quantum_s`, so that deadlines rule; within
+a quantum by value per byte = probability x time saved / bytes, where the time saved is that of the demand
+read or of the recompute, whichever is shorter. Ties are broken by need, then by job number, so a replay
+repeats itself.
+
+Issue. The first waiting one goes to the device while there is a queue place, bandwidth left after what demand
+reads have queued (a token bucket: demand is always first), and staging for it. One that waits past its use is
+refused ``over_budget``.
+
+Throttle. For each predictor the arbiter keeps what it promised (the sum of probabilities of its issued jobs)
+and what came true, both forgotten slowly. Their ratio, at most 1, scales its later probabilities: a predictor
+which claims much and hits little sinks in the order and then below the bar; every `PROBE_EVERY`-th of its
+throttled predictions passes all the same, so that it can recover.
+
+The arbiter leaves to others: what becomes of jobs (ledger), whom they serve (prefetch core), how bytes move
+(agents).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from dpurt.core.events import Where
+from dpurt.core.predictor import Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What prefetch may use. `bandwidth_bytes_per_s` is the device's share prefetch and demand reads have
+    together; `staging_bytes` bounds bytes in flight plus staged and not yet used; `queue_depth` bounds jobs
+    in flight."""
+
+    bandwidth_bytes_per_s: float
+    staging_bytes: int
+    queue_depth: int = 8
+    latency_s: float = 0.0002
+    min_probability: float = 0.05
+    late_ok_s: float = 0.05
+    quantum_s: float = 0.25
+    burst_s: float = 0.05
+    max_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.bandwidth_bytes_per_s <= 0 or self.quantum_s <= 0 or self.burst_s <= 0:
+            raise ValueError("bandwidth_bytes_per_s, quantum_s and burst_s must be > 0")
+        if self.staging_bytes < 0 or self.queue_depth < 0 or self.max_waiting < 0:
+            raise ValueError("staging_bytes, queue_depth and max_waiting must be >= 0")
+        if not 0 <= self.min_probability <= 1:
+            raise ValueError(f"min_probability must lie in [0, 1], got {self.min_probability}")
+
+    def read_s(self, num_bytes: int) -> float:
+        """Time of one read on an idle device."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+class StagingView(Protocol):
+    """What the arbiter may ask about the tiers. Answers hold for the present call only."""
+
+    def where(self, block: int, parts_mask: int | None) -> Where: ...
+
+    def record_bytes(self, block: int, parts_mask: int | None) -> int:
+        """Bytes a fetch of these parts reads and stages; > 0."""
+        ...
+
+    def recompute_s(self, block: int) -> float | None:
+        """Estimated time to compute the block instead, if anybody knows."""
+        ...
+
+    def demand_backlog_bytes(self) -> int:
+        """Bytes that demand reads still want from the device."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Staging a fetch could take now: free, or evictable for it."""
+        ...
+
+
+class Job(NamedTuple):
+    """An admitted prediction."""
+
+    number: int
+    prediction: Prediction
+    record_bytes: int
+
+
+class Refusal(NamedTuple):
+    """`job` is None for a prediction refused on sight; the job that serves it already, for a duplicate; else
+    the job that waited and is refused now (`was_waiting`)."""
+
+    prediction: Prediction
+    reason: str
+    job: int | None = None
+    was_waiting: bool = False
+
+
+@dataclass(slots=True)
+class Plan:
+    """`admitted`: new jobs; `fetches`: jobs, new or from before, to give to the device now; `refusals`: see
+    there."""
+
+    admitted: list[Job] = field(default_factory=list)
+    fetches: list[Job] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+_Key = tuple[int, float, float, int]  # quantum of the latest start, -value per byte, need_by, job
+NEVER = float("-inf")
+
+
+class _Waiting(NamedTuple):
+    job: Job
+    key: _Key
+
+
+class _Record:
+    """What a predictor promised and what came true."""
+
+    PRIOR = 16.0  # jobs' worth of trust in advance
+    FORGET_AT = 512.0
+
+    __slots__ = ("came_true", "promised", "throttled")
+
+    def __init__(self) -> None:
+        self.promised = self.came_true = self.PRIOR
+        self.throttled = 0
+
+    @property
+    def factor(self) -> float:
+        return min(1.0, self.came_true / self.promised)
+
+    def learn(self, probability: float, used: bool) -> None:
+        self.promised += probability
+        self.came_true += used
+        if self.promised > self.FORGET_AT:
+            self.promised /= 2
+            self.came_true /= 2
+
+
+class Arbiter:
+    """See the module's docstring. `plan` costs O(new predictions x log waiting), whatever waits."""
+
+    PROBE_EVERY = 16
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.held_bytes = 0  # in flight, or staged and not yet used
+        self.flying_bytes = 0
+        self._next_job = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self._order: list[_Key] = []
+        self._flying: dict[int, Job] = {}
+        self._job_of: dict[tuple[int, int | None], int] = {}  # waiting and flying
+        self._records: dict[str, _Record] = {}
+        self._tokens = self._burst_bytes
+        self._tokens_at: float = NEVER
+        self._wakeup: float | None = None
+
+    def plan(self, predictions: Iterable[Prediction], view: StagingView, now: float) -> Plan:
+        """Admit or refuse each prediction, then issue what the budget allows."""
+        plan = Plan()
+        queued_s = (view.demand_backlog_bytes() + self.flying_bytes) / self.budget.bandwidth_bytes_per_s
+        for prediction in predictions:
+            self._admit(prediction, view, now, now + queued_s, plan)
+        self._issue(view, now, plan)
+        return plan
+
+    def withdraw(self, number: int) -> bool:
+        """Forget a waiting job. False if it does not wait (any more)."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            return False
+        del self._job_of[waiting.job.prediction.block, waiting.job.prediction.parts_mask]
+        return True
+
+    def answered(self, number: int) -> Job:
+        """A flying job landed or failed: it leaves the queue. Its bytes stay held until `release`."""
+        job = self._flying.pop(number)
+        self.flying_bytes -= job.record_bytes
+        del self._job_of[job.prediction.block, job.prediction.parts_mask]
+        return job
+
+    def release(self, num_bytes: int) -> None:
+        """Bytes of an answered job are not held for prefetch any more: used, evicted, useless, or never
+        came."""
+        self.held_bytes -= num_bytes
+        assert self.held_bytes >= 0, "released more than was held"
+
+    def learn(self, predictor: str, probability: float, used: bool) -> None:
+        """An issued job of this predictor was used, or was not."""
+        self._record(predictor).learn(probability, used)
+
+    def waiting_on(self, block: int, parts_mask: int | None) -> int | None:
+        """The waiting job for exactly these parts of the block."""
+        number = self._job_of.get((block, parts_mask))
+        return number if number in self._waiting else None
+
+    def is_flying(self, number: int) -> bool:
+        """The job was issued and has not been answered."""
+        return number in self._flying
+
+    def trust(self, predictor: str) -> float:
+        """The factor on a predictor's probabilities, in (0, 1]."""
+        return self._record(predictor).factor
+
+    def next_wakeup(self) -> float | None:
+        """When `plan` may do something without an event; as of the last `plan`."""
+        return self._wakeup if self._waiting else None
+
+    @property
+    def num_waiting(self) -> int:
+        """Admitted jobs not yet given to the device."""
+        return len(self._waiting)
+
+    @property
+    def num_flying(self) -> int:
+        """Jobs given to the device and not answered."""
+        return len(self._flying)
+
+    # --- admission
+
+    def _admit(
+        self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan
+    ) -> None:
+        block, mask, need_by = prediction.block, prediction.parts_mask, prediction.need_by
+        serving = self._serving(block, mask)
+        if serving is not None:
+            self._hasten(serving, prediction)
+            plan.refusals.append(Refusal(prediction, "duplicate", serving))
+            return
+        where = view.where(block, mask)
+        if where != "nvme":
+            plan.refusals.append(Refusal(prediction, _ELSEWHERE[where]))
+            return
+        num_bytes = view.record_bytes(block, mask)
+        read_s = self.budget.read_s(num_bytes)
+        recompute_s = view.recompute_s(block)
+        probability = prediction.probability * self._record(prediction.predictor).factor
+        reason = self._objection(prediction, probability, read_s, recompute_s, device_free)
+        if reason is not None:
+            plan.refusals.append(Refusal(prediction, reason))
+            return
+        saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
+        job = Job(self._next_job, prediction, num_bytes)
+        self._next_job += 1
+        key = self._key(need_by - read_s, probability * saved_s / num_bytes, need_by, job.number)
+        self._waiting[job.number] = _Waiting(job, key)
+        self._job_of[block, mask] = job.number
+        heapq.heappush(self._order, key)
+        plan.admitted.append(job)
+
+    def _serving(self, block: int, mask: int | None) -> int | None:
+        """The open job that brings these parts, be it as part of the whole block."""
+        number = self._job_of.get((block, mask))
+        if number is None and mask is not None:
+            number = self._job_of.get((block, None))
+        return number
+
+    def _objection(
+        self,
+        prediction: Prediction,
+        probability: float,
+        read_s: float,
+        recompute_s: float | None,
+        device_free: float,
+    ) -> str | None:
+        budget = self.budget
+        if probability < budget.min_probability:
+            if prediction.probability < budget.min_probability:
+                return "low_value"
+            if not self._may_probe(prediction.predictor):
+                return "throttled"
+        if recompute_s is not None and read_s > recompute_s:
+            return "recompute_cheaper"
+        if device_free >= prediction.need_by + budget.late_ok_s:
+            return "too_late"
+        if len(self._waiting) >= budget.max_waiting:
+            return "over_budget"
+        return None
+
+    def _may_probe(self, predictor: str) -> bool:
+        record = self._record(predictor)
+        record.throttled += 1
+        return record.throttled % self.PROBE_EVERY == 0
+
+    def _key(self, latest_start: float, value: float, need_by: float, number: int) -> _Key:
+        return (int(latest_start // self.budget.quantum_s), -value, need_by, number)
+
+    def _hasten(self, number: int, prediction: Prediction) -> None:
+        """A waiting job is wanted once more: it takes the earlier place of the two."""
+        waiting = self._waiting.get(number)
+        if waiting is None:
+            return
+        read_s = self.budget.read_s(waiting.job.record_bytes)
+        probability = prediction.probability * self._record(prediction.predictor).factor
+        value = max(-waiting.key[1], probability * read_s / waiting.job.record_bytes)
+        need_by = min(waiting.key[2], prediction.need_by)
+        key = self._key(need_by - read_s, value, need_by, number)
+        if key < waiting.key:
+            self._waiting[number] = _Waiting(waiting.job, key)
+            heapq.heappush(self._order, key)
+            if len(self._order) > 2 * len(self._waiting) + 64:
+                self._order = [w.key for w in self._waiting.values()]
+                heapq.heapify(self._order)
+
+    # --- issue
+
+    def _issue(self, view: StagingView, now: float, plan: Plan) -> None:
+        self._wakeup = None
+        if not self._waiting:
+            self._order.clear()
+            return
+        room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)
+        self._refill(now)
+        spendable = self._tokens - view.demand_backlog_bytes()
+        while (waiting := self._first(view, now, plan)) is not None:
+            if len(self._flying) >= self.budget.queue_depth or waiting.job.record_bytes > room:
+                break
+            if spendable <= 0:
+                # demand reads end without an event of ours: look again soon, not when tokens alone allow
+                wait_s = (1 - spendable) / self.budget.bandwidth_bytes_per_s
+                self._wakeup = now + max(wait_s, self.budget.burst_s / 4)
+                break
+            self._launch(waiting, plan)
+            room -= waiting.job.record_bytes
+            spendable -= waiting.job.record_bytes
+        if self._waiting and self._wakeup is None:
+            self._wakeup = self._order[0][2] + self.budget.late_ok_s
+
+    def _first(self, view: StagingView, now: float, plan: Plan) -> _Waiting | None:
+        """The first waiting job that is still worth a fetch; refuses those before it that are not."""
+        while self._order:
+            key = self._order[0]
+            waiting = self._waiting.get(key[3])
+            if waiting is None or waiting.key != key:
+                heapq.heappop(self._order)
+                continue
+            prediction = waiting.job.prediction
+            where = view.where(prediction.block, prediction.parts_mask)
+            if where == "nvme" and now < key[2] + self.budget.late_ok_s:
+                return waiting
+            heapq.heappop(self._order)
+            self.withdraw(key[3])
+            reason = "over_budget" if where == "nvme" else _ELSEWHERE[where]
+            plan.refusals.append(Refusal(prediction, reason, key[3], was_waiting=True))
+        return None
+
+    def _launch(self, waiting: _Waiting, plan: Plan) -> None:
+        heapq.heappop(self._order)
+        job = waiting.job
+        del self._waiting[job.number]
+        self._flying[job.number] = job
+        self._tokens -= job.record_bytes
+        self.held_bytes += job.record_bytes
+        self.flying_bytes += job.record_bytes
+        plan.fetches.append(job)
+
+    # --- bandwidth
+
+    @property
+    def _burst_bytes(self) -> float:
+        return self.budget.bandwidth_bytes_per_s * self.budget.burst_s
+
+    def _refill(self, now: float) -> None:
+        """At most a burst is saved up; a record larger than that runs up a debt."""
+        if self._tokens_at != NEVER:
+            earned = (now - self._tokens_at) * self.budget.bandwidth_bytes_per_s
+            self._tokens = min(self._burst_bytes, self._tokens + earned)
+        self._tokens_at = now
+
+    def _record(self, predictor: str) -> _Record:
+        record = self._records.get(predictor)
+        if record is None:
+            record = self._records[predictor] = _Record()
+        return record
+
+
+_ELSEWHERE: dict[Where, str] = {"staging": "resident", "in_flight": "duplicate", "gone": "gone"}

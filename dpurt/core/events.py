@@ -1,0 +1,164 @@
+"""The events the prefetch core and its predictors live on: facts told by agents, engines and the storage. All
+frozen.
+
+Blocks, sequences and jobs are opaque int handles. `owner` says whose budget and whose statistics. Times
+inside events are absolute, on the clock of the `now` they are handed in with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+Where: TypeAlias = Literal["staging", "in_flight", "nvme", "gone"]
+
+
+class Owner(NamedTuple):
+    """Labels for accounting: the space (any stable short name) and the tenant."""
+
+    space: str
+    tenant: str
+
+
+NOBODY = Owner("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request came; `blocks` are those of its prefix the node holds, in prefix order. Known before any
+    scheduler ran."""
+
+    sequence: int
+    owner: Owner
+    blocks: tuple[int, ...]
+    expected_start: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """The load cursor moved: the host asked for `count` blocks from index `first` of the arrival's
+    `blocks`."""
+
+    sequence: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The sequence's chain grew: these blocks follow what it matched, in order, and are on our tiers now."""
+
+    sequence: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The sequence waits for something outside (a tool call), for about `expected_s` if anybody knows."""
+
+    sequence: int
+    expected_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The pause is over."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The sequence ended normally; its conversation may return."""
+
+    sequence: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGone:
+    """Cancelled, its client died, or nothing was heard of it for the horizon."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Blocks an engine expects a layer group to want, best first, by `need_by`."""
+
+    group: int
+    blocks: tuple[int, ...]
+    need_by: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A sparse decode step touched these blocks in one layer group; `masses`, if known, are their shares of
+    attention."""
+
+    sequence: int
+    step: int
+    group: int
+    touched: tuple[int, ...] = ()
+    ranked: tuple[Ranked, ...] = ()
+    masses: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Demanded:
+    """Somebody needs the block (those parts) now, and this is where it was at that moment."""
+
+    block: int
+    sequence: int
+    where: Where
+    parts_mask: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A job's bytes are in staging. Every `Fetch` is answered once, by this or by `FetchFailed`, cancelled or
+    not."""
+
+    block: int
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """A job ended without its bytes; `reason` is a stable word (``"cancelled"`` answers a CancelFetch in
+    time)."""
+
+    job: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The block left staging; the device still has it."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The block no longer exists on any of our tiers."""
+
+    block: int
+
+
+Event: TypeAlias = (
+    Arrived
+    | Consumed
+    | Stored
+    | Paused
+    | Resumed
+    | Finished
+    | SequenceGone
+    | DecodeStep
+    | Demanded
+    | Staged
+    | FetchFailed
+    | Evicted
+    | Dropped
+)

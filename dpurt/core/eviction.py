@@ -1,0 +1,473 @@
+"""Eviction policies: which block leaves staging when another needs its slot.
+
+A policy orders *resident* blocks, named by opaque ints. It knows neither slots nor leases: the pool
+(`dpurt.core.staging`) tells it when a block comes (`insert`), is used (`touch`), may not be evicted for now
+(`hold`, `unhold`) and goes (`remove`), and asks for a `victim`. Policies are pure: `now` is handed in, for
+those which rank by time.
+
+Holds. A held block keeps its place: when the hold ends it is exactly as old as its last touch says. To make
+that cheap `hold` only marks. A search that meets a held block at the old end sets it aside, so no later
+search meets it again; blocks set aside are older than all blocks left in the order, and among themselves keep
+the order in which they were met. A search is O(1) amortised for LRU, FIFO and S3-FIFO, however many blocks
+are held, and O(log n) for LFU and Belady.
+
+Order of touch. The last block of a batch becomes the most recent. Callers give a prefix *tail first*, so that
+heads outlive tails: dropping a head strands every block behind it. Measured on agent traffic, tail first
+gains up to 4.4 points of hit rate over head first and never loses. LRU is the default. LFU is here for
+comparison only: on the same traffic, with staging for 10 % of the blocks, it hits 16 % where LRU hits 87 %.
+
+Protection. `victim` takes an optional predicate naming blocks somebody is expected to want soon (a queued
+request, a prediction). It is a preference: among the `LOOK` oldest candidates the first unprotected one goes,
+else the oldest.
+
+S3-FIFO follows Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol
+
+__all__ = [
+    "LOOK",
+    "POLICIES",
+    "Belady",
+    "EvictionPolicy",
+    "Fifo",
+    "Lfu",
+    "Lru",
+    "Protect",
+    "S3Fifo",
+    "make_policy",
+]
+
+LOOK = 16  # candidates a search may pass over in favour of protected blocks
+
+Protect = Callable[[int], bool]
+_Key = tuple[float, int]
+
+
+class EvictionPolicy(Protocol):
+    """The order in which resident blocks leave. One owner; not thread-safe."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __len__(self) -> int:
+        """Resident blocks, held ones included."""
+        ...
+
+    def insert(self, block: int, now: float) -> None:
+        """`block` is resident from now on, and held (its slot is being filled). It must not be resident
+        already.
+        """
+        ...
+
+    def touch(self, blocks: Iterable[int], now: float) -> None:
+        """These were used, the last one most recently. Blocks that are not resident are passed over."""
+        ...
+
+    def hold(self, block: int) -> None:
+        """A resident block may not be a victim until `unhold`. Holds do not nest."""
+        ...
+
+    def unhold(self, block: int) -> None:
+        """A held block may be a victim again, at the place its last touch gives it."""
+        ...
+
+    def victim(self, now: float, protect: Protect | None = None) -> int | None:
+        """The block to evict next, or None when every resident block is held. It stays resident until
+        `remove`.
+        """
+        ...
+
+    def remove(self, block: int, *, evicted: bool) -> None:
+        """A resident block is gone: `evicted` as a victim (a policy may remember it), or dropped for another
+        reason.
+        """
+        ...
+
+
+def _prefer_unprotected(candidates: Sequence[int], protect: Protect | None) -> int | None:
+    """The first candidate that is not protected, else the first; None without candidates."""
+    if protect is not None:
+        for block in candidates:
+            if not protect(block):
+                return block
+    return candidates[0] if candidates else None
+
+
+def _look(protect: Protect | None) -> int:
+    """How many candidates a search needs."""
+    return 1 if protect is None else LOOK
+
+
+class _KeyHeap:
+    """Blocks by key, the least first, held ones passed over.
+
+    Each unheld block has one *live* heap entry, bearing the key in `_queued`; other entries are garbage and
+    dropped when they surface or when they outnumber the live ones. A key that grows costs nothing until its
+    entry surfaces and is queued anew.
+    """
+
+    __slots__ = ("_heap", "_held", "_keys", "_queued")
+
+    def __init__(self, held: set[int]) -> None:
+        self._held = held
+        self._keys: dict[int, _Key] = {}
+        self._queued: dict[int, _Key] = {}
+        self._heap: list[tuple[_Key, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def key(self, block: int) -> _Key | None:
+        return self._keys.get(block)
+
+    def put(self, block: int, key: _Key) -> None:
+        """Add a block or change its key. Keys must be unique."""
+        self._keys[block] = key
+        if block not in self._held:
+            self._queue(block, key)
+
+    def unheld(self, block: int) -> None:
+        """The hold on `block`, which need not be in here, has just ended."""
+        key = self._keys.get(block)
+        if key is not None:
+            self._queue(block, key)
+
+    def discard(self, block: int) -> bool:
+        """Forget a block; False if it was not here."""
+        self._queued.pop(block, None)
+        return self._keys.pop(block, None) is not None
+
+    def least(self, limit: int) -> list[int]:
+        """Up to `limit` unheld blocks, least key first."""
+        first = self._top()
+        if first is None or limit == 1:
+            return [] if first is None else [first]
+        popped: list[tuple[_Key, int]] = []
+        while len(popped) < limit and self._top() is not None:
+            popped.append(heapq.heappop(self._heap))
+        for entry in popped:
+            heapq.heappush(self._heap, entry)
+        return [block for _, block in popped]
+
+    def _queue(self, block: int, key: _Key) -> None:
+        queued = self._queued.get(block)
+        if queued is None or key < queued:
+            self._queued[block] = key
+            heapq.heappush(self._heap, (key, block))
+            if len(self._heap) > 2 * len(self._queued) + 64:
+                self._heap = [(key, block) for block, key in self._queued.items()]
+                heapq.heapify(self._heap)
+
+    def _top(self) -> int | None:
+        """The least unheld block, after which its entry is the heap's first."""
+        while self._heap:
+            key, block = self._heap[0]
+            is_live = self._queued.get(block) == key
+            if is_live and block not in self._held and self._keys[block] == key:
+                return block
+            heapq.heappop(self._heap)
+            if is_live:
+                del self._queued[block]
+                if block not in self._held:
+                    self._queue(block, self._keys[block])
+        return None
+
+
+class _AgeOrder:
+    """Blocks oldest first, held ones passed over; see "Holds" in the module's docstring.
+
+    ::
+
+        oldest                                               newest
+        | set aside (met while held) | order: held and unheld     |
+          by the turn they were met    as appended or renewed
+    """
+
+    __slots__ = ("_aside", "_held", "_order", "_turn")
+
+    def __init__(self, held: set[int]) -> None:
+        self._held = held
+        self._order: OrderedDict[int, None] = OrderedDict()
+        self._aside = _KeyHeap(held)
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._order) + len(self._aside)
+
+    def append(self, block: int) -> None:
+        self._order[block] = None
+
+    def renew(self, block: int) -> None:
+        """Make a block, if it is here, the newest."""
+        if block in self._order:
+            self._order.move_to_end(block)
+        elif self._aside.discard(block):
+            self._order[block] = None
+
+    def unheld(self, block: int) -> None:
+        """The hold on `block`, which need not be in here, has just ended."""
+        if self._aside:
+            self._aside.unheld(block)
+
+    def discard(self, block: int) -> bool:
+        """Forget a block; False if it was not here."""
+        if block in self._order:
+            del self._order[block]
+            return True
+        return self._aside.discard(block)
+
+    def oldest(self, limit: int) -> list[int]:
+        """Unheld blocks, oldest first: at least one if there is any, at most `limit`, none newer than the
+        `limit` oldest.
+        """
+        found = self._aside.least(limit) if self._aside else []
+        if len(found) < limit:
+            self._set_aside_held()
+            found += [block for block in islice(self._order, limit) if block not in self._held]
+        return found[:limit]
+
+    def _set_aside_held(self) -> None:
+        """Until the order's first block is not held, or the order is empty."""
+        while self._order:
+            block = next(iter(self._order))
+            if block not in self._held:
+                return
+            del self._order[block]
+            self._turn += 1
+            self._aside.put(block, (self._turn, 0))
+
+
+class Fifo:
+    """First in, first out: a use changes nothing."""
+
+    name = "fifo"
+
+    def __init__(self, capacity: int) -> None:
+        self._held: set[int] = set()
+        self._order = _AgeOrder(self._held)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def insert(self, block: int, now: float) -> None:
+        self._held.add(block)
+        self._order.append(block)
+
+    def touch(self, blocks: Iterable[int], now: float) -> None:
+        pass
+
+    def hold(self, block: int) -> None:
+        self._held.add(block)
+
+    def unhold(self, block: int) -> None:
+        self._held.discard(block)
+        self._order.unheld(block)
+
+    def victim(self, now: float, protect: Protect | None = None) -> int | None:
+        return _prefer_unprotected(self._order.oldest(_look(protect)), protect)
+
+    def remove(self, block: int, *, evicted: bool) -> None:
+        self._held.discard(block)
+        self._order.discard(block)
+
+
+class Lru(Fifo):
+    """The least recently touched block goes first. The default."""
+
+    name = "lru"
+
+    def touch(self, blocks: Iterable[int], now: float) -> None:
+        for block in blocks:
+            self._order.renew(block)
+
+
+class _Keyed:
+    """What LFU and Belady share: the least key goes first, the older of equals."""
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._heap = _KeyHeap(self._held)
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def hold(self, block: int) -> None:
+        self._held.add(block)
+
+    def unhold(self, block: int) -> None:
+        self._held.discard(block)
+        self._heap.unheld(block)
+
+    def victim(self, now: float, protect: Protect | None = None) -> int | None:
+        return _prefer_unprotected(self._heap.least(_look(protect)), protect)
+
+    def remove(self, block: int, *, evicted: bool) -> None:
+        self._held.discard(block)
+        self._heap.discard(block)
+
+    def _rank(self, block: int, value: float) -> None:
+        self._turn += 1
+        self._heap.put(block, (value, self._turn))
+
+
+class Lfu(_Keyed):
+    """The block touched least often while resident goes first, the least recent of equals. For comparison
+    only.
+    """
+
+    name = "lfu"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+
+    def insert(self, block: int, now: float) -> None:
+        self._held.add(block)
+        self._rank(block, 0)
+
+    def touch(self, blocks: Iterable[int], now: float) -> None:
+        for block in blocks:
+            key = self._heap.key(block)
+            if key is not None:
+                self._rank(block, key[0] + 1)
+
+
+class Belady(_Keyed):
+    """The block whose next use is furthest away goes first: optimal, but needs the future, so replay only.
+
+    `next_use(block, now)` is the time of the first use of `block` after `now`, ``math.inf`` if there is none.
+    It is asked when a block comes and at each touch, so every use of a resident block must be a touch.
+    """
+
+    name = "belady"
+
+    def __init__(self, next_use: Callable[[int, float], float]) -> None:
+        super().__init__()
+        self._next_use = next_use
+
+    def insert(self, block: int, now: float) -> None:
+        self._held.add(block)
+        self._rank(block, -self._next_use(block, now))
+
+    def touch(self, blocks: Iterable[int], now: float) -> None:
+        for block in blocks:
+            if self._heap.key(block) is not None:
+                self._rank(block, -self._next_use(block, now))
+
+
+class S3Fifo:
+    """Three FIFO queues: *small* sifts newcomers, *main* keeps what proved useful, *ghost* remembers who left
+    small.
+
+    ::
+
+        new ------------> small --touched at most once--> evicted, remembered in ghost
+                            |
+                            | touched more often (count cleared)
+                            v
+        new, in ghost --> main ---untouched-------------> evicted, forgotten
+                          ^   |
+                          +---+ touched: another round, count less one
+
+    Small aims at a tenth of the capacity; main and ghost have the rest. Counts stop at 3. Ghosts are block
+    numbers: the caller should not give a number to another block soon after its first owner left.
+    """
+
+    name = "s3fifo"
+
+    MAX_COUNT = 3
+
+    def __init__(self, capacity: int) -> None:
+        self._small_target = max(1, capacity // 10)
+        self._ghost_limit = max(1, capacity - self._small_target)
+        self._held: set[int] = set()
+        self._small = _AgeOrder(self._held)
+        self._main = _AgeOrder(self._held)
+        self._ghost: OrderedDict[int, None] = OrderedDict()
+        self._count: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._count)
+
+    def insert(self, block: int, now: float) -> None:
+        self._held.add(block)
+        self._count[block] = 0
+        if block in self._ghost:
+            del self._ghost[block]
+            self._main.append(block)
+        else:
+            self._small.append(block)
+
+    def touch(self, blocks: Iterable[int], now: float) -> None:
+        for block in blocks:
+            count = self._count.get(block, self.MAX_COUNT)
+            if count < self.MAX_COUNT:
+                self._count[block] = count + 1
+
+    def hold(self, block: int) -> None:
+        self._held.add(block)
+
+    def unhold(self, block: int) -> None:
+        self._held.discard(block)
+        self._small.unheld(block)
+        self._main.unheld(block)
+
+    def victim(self, now: float, protect: Protect | None = None) -> int | None:
+        small, main = self._small, self._main
+        # main once more: searching small may have moved its only unheld blocks there
+        for queue in (small, main) if len(small) >= self._small_target else (main, small, main):
+            candidates = self._untouched(queue, _look(protect))
+            if candidates:
+                return _prefer_unprotected(candidates, protect)
+        return None
+
+    def remove(self, block: int, *, evicted: bool) -> None:
+        self._held.discard(block)
+        del self._count[block]
+        if self._small.discard(block):
+            if evicted:
+                self._remember(block)
+        else:
+            self._main.discard(block)
+
+    def _untouched(self, queue: _AgeOrder, limit: int) -> list[int]:
+        """Candidates of one queue, after those at its old end that were touched enough have moved on."""
+        enough = 2 if queue is self._small else 1
+        while candidates := queue.oldest(limit):
+            if self._count[candidates[0]] < enough:
+                return [block for block in candidates if self._count[block] < enough]
+            self._move_on(candidates[0], queue)
+        return []
+
+    def _move_on(self, block: int, queue: _AgeOrder) -> None:
+        if queue is self._main:
+            self._main.renew(block)
+            self._count[block] -= 1
+        else:
+            self._small.discard(block)
+            self._main.append(block)
+            self._count[block] = 0
+
+    def _remember(self, block: int) -> None:
+        self._ghost[block] = None
+        if len(self._ghost) > self._ghost_limit:
+            self._ghost.popitem(last=False)
+
+
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {p.name: p for p in (Lru, Fifo, Lfu, S3Fifo)}
+
+
+def make_policy(name: str, capacity: int) -> EvictionPolicy:
+    """A policy by name, for `capacity` slots. ValueError for a name that is not in `POLICIES`."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown eviction policy {name!r}; known: {', '.join(sorted(POLICIES))}")
+    if capacity < 1:
+        raise ValueError(f"capacity must be >= 1, got {capacity}")
+    return POLICIES[name](capacity)

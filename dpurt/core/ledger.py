@@ -1,0 +1,381 @@
+"""The prefetch ledger: every planned job ends in exactly one outcome, and the sums always agree. Pure.
+
+Life of a job::
+
+    plan --+-> refused(reason)                         the arbiter would not, at once
+           +-> waiting --+-> refused(reason)           overtaken, out of time, block gone
+                         +-> cancelled                 everybody who wanted it is gone
+                         +-> flying --+-> cancelled
+                                      +-> failed(reason)
+                                      +-> late         somebody needed it while in flight (settled when it
+                                      lands) +-> staged --+-> timely    needed while in staging
+                                                   +-> evicted --+-> early      needed after it had left
+                                                   +-------------+-> useless    not needed within the horizon
+
+- A job's horizon is `horizon_s` after its need-by. A block needed later than that is a plain hit or miss, and
+  the job was useless.
+- *Issued* are the jobs that reached the device: timely + late + early + useless + failed, and those cancelled
+  in flight. ``accuracy = (timely + late) / issued``, over settled jobs.
+- A *demand miss* is a need that found the block on the device only. An early job's need is also a demand
+  miss. ``coverage = (timely + late) / (timely + late + demand misses)``.
+- Lead time is need time minus ready time: positive for timely, negative for late. Its quantiles come from a
+  histogram with bounds that double.
+
+Settled jobs become counters, per (predictor, space, tenant); memory is bounded by the open jobs plus
+`max_rows` counter rows (what exceeds them is booked on the row `OTHERS`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from dpurt.core.events import Owner, Where
+
+LEAD_BOUNDS_S: tuple[float, ...] = tuple(0.0001 * 2.0**i for i in range(20))  # 0.1 ms to 52 s
+OTHERS = Owner("(others)", "(others)")
+
+
+class Outcome(Enum):
+    """How a job ended."""
+
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    TIMELY = "timely"
+    LATE = "late"
+    EARLY = "early"
+    USELESS = "useless"
+
+
+class Settled(NamedTuple):
+    """A job that just ended. `holds_staging`: its unused bytes were in staging until now."""
+
+    job: int
+    outcome: Outcome
+    predictor: str
+    probability: float
+    record_bytes: int
+    holds_staging: bool
+
+
+class _State(Enum):
+    WAITING = 0
+    FLYING = 1
+    STAGED = 2
+    EVICTED = 3
+
+
+@dataclass(slots=True)
+class _Job:
+    block: int
+    parts_mask: int | None
+    predictor: str
+    owner: Owner
+    probability: float
+    record_bytes: int
+    expires: float
+    state: _State = _State.WAITING
+    staged_at: float = 0.0
+    wanted_at: float | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters of one row, or a sum of rows."""
+
+    planned: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    timely: int = 0
+    late: int = 0
+    early: int = 0
+    useless: int = 0
+    issued: int = 0  # settled jobs which had reached the device
+    open: int = 0
+    issued_bytes: int = 0
+    used_bytes: int = 0
+    demand_misses: int = 0
+    lead_sum_s: float = 0.0
+    late_sum_s: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)  # of refusals and failures: "refused:too_late"
+    leads: list[int] = field(default_factory=lambda: [0] * (len(LEAD_BOUNDS_S) + 1))
+
+    @property
+    def settled(self) -> int:
+        """The sum of all outcomes."""
+        return sum(getattr(self, outcome.value) for outcome in Outcome)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Used / issued; None before anything issued has settled."""
+        return (self.timely + self.late) / self.issued if self.issued else None
+
+    @property
+    def coverage(self) -> float | None:
+        """Needs served by prefetch / needs that prefetch served or missed; None without any."""
+        served = self.timely + self.late
+        return served / (served + self.demand_misses) if served + self.demand_misses else None
+
+    def lead_quantile_s(self, q: float) -> float | None:
+        """Upper bound of the histogram bucket the quantile of timely jobs' lead lies in; None without timely
+        jobs."""
+        rank, seen = q * self.timely, 0
+        for count, bound in zip(self.leads, (*LEAD_BOUNDS_S, float("inf")), strict=True):
+            seen += count
+            if seen >= rank and seen:
+                return bound
+        return None
+
+    def add(self, other: Totals) -> None:
+        """Add another row's counters to this one's."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for reason, count in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + count
+        self.leads = [a + b for a, b in zip(self.leads, other.leads, strict=True)]
+
+
+_SUMMED = tuple(name for name in Totals.__slots__ if name not in ("reasons", "leads"))
+
+
+class Ledger:
+    """See the module's docstring. All methods are O(1) or O(log open jobs), but the queries."""
+
+    def __init__(self, horizon_s: float = 60.0, max_rows: int = 1024) -> None:
+        if horizon_s <= 0 or max_rows < 1:
+            raise ValueError("horizon_s must be > 0 and max_rows >= 1")
+        self.horizon_s = horizon_s
+        self.max_rows = max_rows
+        self._open: dict[int, _Job] = {}
+        self._of_block: dict[int, list[int]] = {}  # open jobs that are flying, staged or evicted
+        self._expiries: list[tuple[float, int]] = []
+        self._rows: dict[tuple[str, Owner], Totals] = {}
+
+    # --- the way of a job
+
+    def refuse(self, predictor: str, owner: Owner, reason: str) -> None:
+        """Book a prediction that was planned and refused in one breath; it needs no job number."""
+        row = self._row(predictor, owner)
+        row.planned += 1
+        row.refused += 1
+        _count(row.reasons, "refused:" + reason)
+
+    def plan(
+        self,
+        job: int,
+        block: int,
+        parts_mask: int | None,
+        predictor: str,
+        owner: Owner,
+        probability: float,
+        record_bytes: int,
+        need_by: float,
+    ) -> None:
+        """Open a job. Job numbers are the caller's and never reused."""
+        assert job not in self._open, f"job {job} planned twice"
+        expires = need_by + self.horizon_s
+        self._open[job] = _Job(block, parts_mask, predictor, owner, probability, record_bytes, expires)
+        heapq.heappush(self._expiries, (expires, job))
+        row = self._row(predictor, owner)
+        row.planned += 1
+        row.open += 1
+        if len(self._expiries) > 2 * len(self._open) + 64:
+            self._compact()
+
+    def withdraw(self, job: int, reason: str) -> Settled:
+        """A waiting job is refused after all."""
+        record = self._open[job]
+        assert record.state is _State.WAITING, f"job {job} is {record.state.name}, not waiting"
+        return self._settle(job, record, Outcome.REFUSED, reason)
+
+    def issued(self, job: int) -> None:
+        """A waiting job went to the device."""
+        record = self._open[job]
+        assert record.state is _State.WAITING, f"job {job} issued in state {record.state.name}"
+        record.state = _State.FLYING
+        self._of_block.setdefault(record.block, []).append(job)
+
+    def cancel(self, job: int) -> Settled | None:
+        """Nobody wants the job any more. None, and nothing changes, if it has landed or ended."""
+        record = self._open.get(job)
+        if record is None or record.state not in (_State.WAITING, _State.FLYING):
+            return None
+        return self._settle(job, record, Outcome.CANCELLED)
+
+    def staged(self, job: int, now: float) -> Settled | None:
+        """A flying job's bytes are in staging; it ends as late if somebody has waited for them. Unknown jobs
+        are passed over."""
+        record = self._open.get(job)
+        if record is None:
+            return None
+        assert record.state is _State.FLYING, f"job {job} staged in state {record.state.name}"
+        record.state, record.staged_at = _State.STAGED, now
+        return self._settle(job, record, Outcome.LATE) if record.wanted_at is not None else None
+
+    def failed(self, job: int, reason: str) -> Settled | None:
+        """A flying job ended without its bytes. Unknown (cancelled) jobs are passed over."""
+        record = self._open.get(job)
+        if record is None:
+            return None
+        assert record.state is _State.FLYING, f"job {job} failed in state {record.state.name}"
+        return self._settle(job, record, Outcome.FAILED, reason)
+
+    def evicted(self, block: int) -> int:
+        """The block left staging: its unused jobs are early or useless, time will tell. Returns their
+        bytes."""
+        freed = 0
+        for job in self._of_block.get(block, ()):
+            record = self._open[job]
+            if record.state is _State.STAGED:
+                record.state = _State.EVICTED
+                freed += record.record_bytes
+        return freed
+
+    def demanded(
+        self, block: int, parts_mask: int | None, where: Where, owner: Owner, now: float
+    ) -> list[Settled]:
+        """Somebody needs the block now and it was at `where`. Settles the jobs this need makes timely or
+        early."""
+        if where == "nvme":
+            self._row("", owner).demand_misses += 1
+        settled = []
+        for job in tuple(self._of_block.get(block, ())):
+            record = self._open[job]
+            if not _overlap(record.parts_mask, parts_mask):
+                continue
+            if record.state is _State.FLYING:
+                record.wanted_at = now if record.wanted_at is None else record.wanted_at
+            else:
+                was_there = record.state is _State.STAGED and where != "nvme"
+                outcome = Outcome.TIMELY if was_there else Outcome.EARLY
+                settled.append(self._settle(job, record, outcome, lead_s=now - record.staged_at))
+        return settled
+
+    def expire(self, now: float) -> list[Settled]:
+        """Settle as useless what was staged and not needed within its horizon. Flying jobs are left until
+        they are answered."""
+        settled = []
+        unanswered = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, job = heapq.heappop(self._expiries)
+            record = self._open.get(job)
+            if record is None:
+                continue
+            if record.state in (_State.STAGED, _State.EVICTED):
+                settled.append(self._settle(job, record, Outcome.USELESS))
+            else:
+                unanswered.append((now + self.horizon_s, job))
+        for entry in unanswered:
+            heapq.heappush(self._expiries, entry)
+        return settled
+
+    def next_expiry(self) -> float | None:
+        """When `expire` may have something to do."""
+        while self._expiries and self._expiries[0][1] not in self._open:
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    # --- queries
+
+    @property
+    def num_open(self) -> int:
+        """Jobs planned and not yet ended."""
+        return len(self._open)
+
+    def is_open(self, job: int) -> bool:
+        """Planned, and not ended."""
+        return job in self._open
+
+    def totals(
+        self, *, predictor: str | None = None, space: str | None = None, tenant: str | None = None
+    ) -> Totals:
+        """The sum of the rows that match. Demand misses belong to no predictor, so `predictor` does not
+        select among them."""
+        total = Totals()
+        for (name, owner), row in self._rows.items():
+            if space in (None, owner.space) and tenant in (None, owner.tenant):
+                if predictor in (None, name):
+                    total.add(row)
+                else:
+                    total.demand_misses += row.demand_misses
+        return total
+
+    def predictors(self) -> list[str]:
+        """Names with at least one planned job, sorted."""
+        return sorted({name for (name, _), row in self._rows.items() if row.planned})
+
+    def check_integrity(self) -> None:
+        """Assert that the ledger adds up: per row and in total, ``planned == sum(outcomes) + open``."""
+        for key, row in self._rows.items():
+            assert row.planned == row.settled + row.open, (
+                f"{key}: {row.planned} planned, {row.settled} settled, {row.open} open"
+            )
+            assert sum(row.leads) == row.timely, f"{key}: leads do not add up to timely"
+            refused = sum(n for reason, n in row.reasons.items() if reason.startswith("refused:"))
+            assert refused == row.refused, f"{key}: refusals do not add up"
+        assert self.totals().open == len(self._open), "open jobs do not add up"
+        located = [job for jobs in self._of_block.values() for job in jobs]
+        expected = [job for job, record in self._open.items() if record.state is not _State.WAITING]
+        assert sorted(located) == sorted(expected), "block table and open jobs disagree"
+        assert all(self._of_block.values()), "empty entry in the block table"
+
+    # --- inside
+
+    def _row(self, predictor: str, owner: Owner) -> Totals:
+        row = self._rows.get((predictor, owner))
+        if row is None:
+            if len(self._rows) >= self.max_rows:
+                owner = OTHERS
+            row = self._rows.setdefault((predictor, owner), Totals())
+        return row
+
+    def _settle(
+        self, job: int, record: _Job, outcome: Outcome, reason: str = "", lead_s: float = 0.0
+    ) -> Settled:
+        del self._open[job]
+        row = self._row(record.predictor, record.owner)
+        row.open -= 1
+        setattr(row, outcome.value, getattr(row, outcome.value) + 1)
+        if reason:
+            _count(row.reasons, f"{outcome.value}:{reason}")
+        if record.state is not _State.WAITING:
+            self._book_issued(job, record, row)
+        if outcome is Outcome.TIMELY:
+            row.lead_sum_s += lead_s
+            row.leads[_lead_bucket(lead_s)] += 1
+            row.used_bytes += record.record_bytes
+        elif outcome is Outcome.LATE:
+            assert record.wanted_at is not None
+            row.late_sum_s += record.staged_at - record.wanted_at
+            row.used_bytes += record.record_bytes
+        holds = record.state is _State.STAGED
+        return Settled(job, outcome, record.predictor, record.probability, record.record_bytes, holds)
+
+    def _book_issued(self, job: int, record: _Job, row: Totals) -> None:
+        row.issued += 1
+        row.issued_bytes += record.record_bytes
+        jobs = self._of_block[record.block]
+        if len(jobs) == 1:
+            del self._of_block[record.block]
+        else:
+            jobs.remove(job)
+
+    def _compact(self) -> None:
+        self._expiries = [entry for entry in self._expiries if entry[1] in self._open]
+        heapq.heapify(self._expiries)
+
+
+def _overlap(a: int | None, b: int | None) -> bool:
+    return a is None or b is None or bool(a & b)
+
+
+def _count(counters: dict[str, int], name: str) -> None:
+    counters[name] = counters.get(name, 0) + 1
+
+
+def _lead_bucket(lead_s: float) -> int:
+    return next((i for i, bound in enumerate(LEAD_BOUNDS_S) if lead_s <= bound), len(LEAD_BOUNDS_S))

@@ -1,0 +1,343 @@
+"""The prefetch core: events in, fetch commands out. Pure; the same code runs live, in shadow and in replay.
+
+::
+
+    event --> predictors that asked for its kind --> predictions --> arbiter --> Fetch, refused, or waiting
+          \\-> ledger (what became of each job) ---- settled jobs --> arbiter (trust, staging held)
+
+Contract with the caller (an agent, or the replay):
+
+- Each `Fetch` is answered by exactly one `Staged` or `FetchFailed`, also after a `CancelFetch` for it, which
+  is a wish.
+- `Demanded` tells every need of a block, demand reads and hits alike, and where the block was; `Evicted` and
+  `Dropped` every departure. Without them the ledger is wrong, and nothing else.
+- `tick` is called at `next_wakeup()` or somewhat later. Prefetch is advice: nothing breaks if it is not.
+
+Sequences. Jobs are remembered with the sequences that wait for them until they land. When a sequence
+finishes, pauses, is cancelled or dies, its jobs that serve nobody else end: waiting ones on the spot, flying
+ones by a `CancelFetch`, all booked as cancelled before `handle` returns (U23). A job that outlives sequences
+(a conversation's predicted return) is cancelled by none. A sequence unheard of for `forget_s` is treated as
+gone.
+
+Cost: in proportion to the event and the predictions it causes. Memory: live sequences, open jobs, the
+predictors' bounded tables.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from dpurt.core.arbiter import Arbiter, Job, StagingView
+from dpurt.core.events import (
+    NOBODY,
+    Arrived,
+    Demanded,
+    Dropped,
+    Event,
+    Evicted,
+    FetchFailed,
+    Finished,
+    Owner,
+    Paused,
+    SequenceGone,
+    Staged,
+)
+from dpurt.core.ledger import Ledger, Outcome, Settled, Totals
+from dpurt.core.predictor import Prediction, Predictor
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read these parts (None: all) of the block from the device into staging. Behind every demand read."""
+
+    job: int
+    block: int
+    parts_mask: int | None
+    need_by: float
+    predictor: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFetch:
+    """Nobody waits for this fetch any more: drop it if it has not started. Answer the fetch all the same."""
+
+    job: int
+
+
+Command: TypeAlias = Fetch | CancelFetch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStats:
+    """A snapshot. `trust` is the arbiter's factor per predictor."""
+
+    total: Totals
+    by_predictor: dict[str, Totals]
+    trust: dict[str, float]
+    waiting: int
+    flying: int
+    held_bytes: int
+    sequences: int
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A live sequence: whose it is, when we last heard of it, and its jobs that have not landed."""
+
+    owner: Owner
+    heard_at: float
+    jobs: set[int] = field(default_factory=set)
+
+
+_USED = {Outcome.TIMELY: True, Outcome.LATE: True, Outcome.EARLY: False, Outcome.USELESS: False}
+
+
+class PrefetchCore:
+    """See the module's docstring. One owner task; not thread-safe."""
+
+    def __init__(
+        self,
+        predictors: Sequence[Predictor],
+        arbiter: Arbiter,
+        ledger: Ledger,
+        view: StagingView,
+        forget_s: float = 1800.0,
+    ) -> None:
+        self.arbiter = arbiter
+        self.ledger = ledger
+        self._view = view
+        self._predictors = tuple(predictors)
+        self._listeners: dict[type[Event], tuple[Predictor, ...]] = {}
+        self._forget_s = forget_s
+        self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # the one heard of longest ago first
+        self._waiters: dict[int, set[int | None]] = {}  # job not landed -> sequences; None never leaves
+        self._commands: list[Command] = []
+        self._reactions: dict[type[Event], Callable[[Any, float], None]] = {
+            Arrived: self._arrived,
+            Demanded: self._demanded,
+            Staged: self._staged,
+            FetchFailed: self._fetch_failed,
+            Evicted: self._evicted,
+            Dropped: self._dropped,
+            Paused: self._let_go,
+            Finished: self._ended,
+            SequenceGone: self._ended,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take note of the event and say what to fetch or to stop. Mutates; the commands are the caller's."""
+        kind = type(event)
+        self._hear_of(event, now)
+        react = self._reactions.get(kind)
+        if react is not None:
+            react(event, now)
+        predictions = self._ask(self._listeners_of(kind), event, now)
+        if predictions or self.arbiter.num_waiting:
+            self._plan(predictions, now)
+        return self._take_commands()
+
+    def tick(self, now: float) -> list[Command]:
+        """Do what is due without an event: expiries, timed predictions, bandwidth that became free."""
+        self._settled(self.ledger.expire(now))
+        self._forget_stale(now)
+        predictions: list[Prediction] = []
+        for predictor in self._predictors:
+            due = predictor.next_wakeup()
+            if due is not None and due <= now:
+                predictions += predictor.predict(now)
+        if predictions or self.arbiter.num_waiting:
+            self._plan(predictions, now)
+        return self._take_commands()
+
+    def next_wakeup(self) -> float | None:
+        """When `tick` should be called, unless an event comes first; None: not before one does. May lie in
+        the past."""
+        earliest = _sooner(self.arbiter.next_wakeup(), self.ledger.next_expiry())
+        for predictor in self._predictors:
+            earliest = _sooner(earliest, predictor.next_wakeup())
+        if self._sequences:
+            oldest = next(iter(self._sequences.values()))
+            earliest = _sooner(earliest, oldest.heard_at + self._forget_s)
+        return earliest
+
+    def stats(self) -> PrefetchStats:
+        """A snapshot of counters. Costs a pass over the ledger's rows."""
+        names = self.ledger.predictors()
+        return PrefetchStats(
+            total=self.ledger.totals(),
+            by_predictor={name: self.ledger.totals(predictor=name) for name in names},
+            trust={name: self.arbiter.trust(name) for name in names},
+            waiting=self.arbiter.num_waiting,
+            flying=self.arbiter.num_flying,
+            held_bytes=self.arbiter.held_bytes,
+            sequences=len(self._sequences),
+        )
+
+    # --- events
+
+    def _arrived(self, event: Arrived, now: float) -> None:
+        known = self._sequences.get(event.sequence)
+        if known is None:
+            self._sequences[event.sequence] = _Sequence(event.owner, now)
+        else:
+            known.owner = event.owner
+
+    def _demanded(self, event: Demanded, now: float) -> None:
+        sequence = self._sequences.get(event.sequence)
+        owner = sequence.owner if sequence else NOBODY
+        self._settled(self.ledger.demanded(event.block, event.parts_mask, event.where, owner, now))
+        if event.where == "nvme":
+            self._withdraw_waiting(event.block, event.parts_mask, "overtaken")
+
+    def _staged(self, event: Staged, now: float) -> None:
+        job = self.arbiter.answered(event.job)
+        self._land(event.job)
+        settled = self.ledger.staged(event.job, now)
+        if settled is not None:
+            self._settled([settled])
+        elif not self.ledger.is_open(event.job):  # cancelled meanwhile: nobody's bytes
+            self.arbiter.release(job.record_bytes)
+
+    def _fetch_failed(self, event: FetchFailed, now: float) -> None:
+        job = self.arbiter.answered(event.job)
+        self._land(event.job)
+        self.ledger.failed(event.job, event.reason)
+        self.arbiter.release(job.record_bytes)
+
+    def _evicted(self, event: Evicted, now: float) -> None:
+        freed = self.ledger.evicted(event.block)
+        if freed:
+            self.arbiter.release(freed)
+
+    def _dropped(self, event: Dropped, now: float) -> None:
+        """Flying jobs of the block will be answered with a failure; waiting ones end here."""
+        freed = self.ledger.evicted(event.block)
+        if freed:
+            self.arbiter.release(freed)
+        self._withdraw_waiting(event.block, None, "gone")
+
+    def _let_go(self, event: Paused, now: float) -> None:
+        self._cancel_jobs_of(event.sequence)
+
+    def _ended(self, event: Finished | SequenceGone, now: float) -> None:
+        self._cancel_jobs_of(event.sequence)
+        self._sequences.pop(event.sequence, None)
+
+    # --- sequences
+
+    def _hear_of(self, event: Event, now: float) -> None:
+        number = getattr(event, "sequence", None)
+        sequence = self._sequences.get(number) if number is not None else None
+        if number is not None and sequence is not None:
+            sequence.heard_at = now
+            self._sequences.move_to_end(number)
+
+    def _cancel_jobs_of(self, number: int) -> None:
+        sequence = self._sequences.get(number)
+        if sequence is None:
+            return
+        jobs, sequence.jobs = sorted(sequence.jobs), set()
+        for job in jobs:
+            waiters = self._waiters[job]
+            waiters.discard(number)
+            if not waiters:
+                self._cancel(job)
+
+    def _cancel(self, job: int) -> None:
+        del self._waiters[job]
+        settled = self.ledger.cancel(job)
+        assert settled is not None, f"job {job} has waiters and has landed"
+        if not self.arbiter.withdraw(job):
+            self._commands.append(CancelFetch(job))
+
+    def _forget_stale(self, now: float) -> None:
+        while self._sequences:
+            number, sequence = next(iter(self._sequences.items()))
+            if sequence.heard_at + self._forget_s > now:
+                return
+            gone = SequenceGone(number)
+            self._ended(gone, now)
+            for predictor in self._listeners_of(SequenceGone):
+                predictor.observe(gone, now)
+
+    def _wait(self, job: int, sequence: int | None) -> None:
+        """`sequence` waits for the job. One we do not know (it ended, or never arrived) cannot cancel
+        anything."""
+        known = self._sequences.get(sequence) if sequence is not None else None
+        waiters = self._waiters.setdefault(job, set())
+        if known is None:
+            waiters.add(None)
+        else:
+            waiters.add(sequence)
+            known.jobs.add(job)
+
+    def _land(self, job: int) -> None:
+        for number in self._waiters.pop(job, ()):
+            if number is not None:
+                self._sequences[number].jobs.discard(job)
+
+    # --- jobs
+
+    def _ask(self, predictors: Iterable[Predictor], event: Event, now: float) -> list[Prediction]:
+        predictions: list[Prediction] = []
+        for predictor in predictors:
+            predictor.observe(event, now)
+            predictions += predictor.predict(now)
+        return predictions
+
+    def _listeners_of(self, kind: type[Event]) -> tuple[Predictor, ...]:
+        listeners = self._listeners.get(kind)
+        if listeners is None:
+            listeners = tuple(p for p in self._predictors if kind in p.interests)
+            self._listeners[kind] = listeners
+        return listeners
+
+    def _plan(self, predictions: list[Prediction], now: float) -> None:
+        plan = self.arbiter.plan(predictions, self._view, now)
+        for job in plan.admitted:
+            self._open(job)
+        for prediction, reason, number, was_waiting in plan.refusals:
+            if was_waiting:
+                assert number is not None
+                self._land(number)
+                self.ledger.withdraw(number, reason)
+                continue
+            self.ledger.refuse(prediction.predictor, prediction.owner, reason)
+            if number is not None and number in self._waiters:
+                self._wait(number, prediction.sequence)
+        for job in plan.fetches:
+            self.ledger.issued(job.number)
+            block, mask, need_by, _, predictor, _, _ = job.prediction
+            self._commands.append(Fetch(job.number, block, mask, need_by, predictor))
+
+    def _open(self, job: Job) -> None:
+        block, mask, need_by, probability, predictor, sequence, owner = job.prediction
+        self.ledger.plan(job.number, block, mask, predictor, owner, probability, job.record_bytes, need_by)
+        self._wait(job.number, sequence)
+
+    def _withdraw_waiting(self, block: int, mask: int | None, reason: str) -> None:
+        job = self.arbiter.waiting_on(block, mask)
+        if job is not None:
+            self.arbiter.withdraw(job)
+            self._land(job)
+            self.ledger.withdraw(job, reason)
+
+    def _settled(self, settled: Iterable[Settled]) -> None:
+        for _, outcome, predictor, probability, num_bytes, holds_staging in settled:
+            if holds_staging:
+                self.arbiter.release(num_bytes)
+            if outcome in _USED:
+                self.arbiter.learn(predictor, probability, _USED[outcome])
+
+    def _take_commands(self) -> list[Command]:
+        commands, self._commands = self._commands, []
+        return commands
+
+
+def _sooner(a: float | None, b: float | None) -> float | None:
+    if a is None or (b is not None and b < a):
+        return b
+    return a

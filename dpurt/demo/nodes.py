@@ -1,0 +1,104 @@
+"""Real processes for the demo and the end-to-end tests: start a node, wait until it serves, look at it from outside, kill it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpurt.client.admin import ask
+from dpurt.errors import NodeUnavailable
+from dpurt.wire import messages as m
+
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What the kernel says of a process: resident bytes, open files, bytes it had the block device read and write."""
+
+    rss_bytes: int
+    open_fds: int
+    device_bytes_read: int
+    device_bytes_written: int
+    cpu_s: float
+
+
+def observe(pid: int) -> Outside:
+    """Read /proc of a live process."""
+    proc = Path(f"/proc/{pid}")
+    io = dict(line.split(": ") for line in (proc / "io").read_text().splitlines())
+    fields = (proc / "stat").read_text().rpartition(")")[2].split()
+    return Outside(
+        rss_bytes=int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        open_fds=len(os.listdir(proc / "fd")),
+        device_bytes_read=int(io["read_bytes"]),
+        device_bytes_written=int(io["write_bytes"]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+    )
+
+
+class NodeProcess:
+    """`dpurt serve` as a process of its own. Use as a context manager: it never outlives the block."""
+
+    def __init__(self, topology: Path, run_path: Path, log: Path) -> None:
+        self._topology = topology
+        self._run_path = run_path
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.endpoint = ""
+        self.start_s = 0.0
+
+    def __enter__(self) -> NodeProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.terminate()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until hosts may connect. Raises NodeUnavailable with the end of its log."""
+        ready = self._log.with_suffix(".ready")
+        ready.unlink(missing_ok=True)
+        began = time.monotonic()
+        command = [sys.executable, "-m", "dpurt", "serve", str(self._topology), "--ready-file", str(ready)]
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        while not ready.exists():
+            if self._process.poll() is not None or time.monotonic() - began > START_S:
+                self._process.kill()
+                tail = self._log.read_text(errors="replace")[-2000:]
+                raise NodeUnavailable(str(self._topology), f"it did not come up; its log ends:\n{tail}")
+            time.sleep(0.01)
+        self.start_s = time.monotonic() - began
+        self.endpoint = ready.read_text()
+
+    def stats(self) -> dict[str, object]:
+        """The node's own statistics."""
+        return ask(self._run_path, m.Stats(), m.StatsReply).stats
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM, and wait for it to drain; its exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()

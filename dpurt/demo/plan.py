@@ -1,0 +1,110 @@
+"""The demo's plan: which requests, how they are scaled, and the topology they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpurt.core.record import align_up
+from dpurt.demo.host import PlannedRequest
+from dpurt.replay.trace import Request
+
+SPACE = "demo-70b"
+HOSTS = ("gpu-a", "gpu-b")
+GROUPS = 4
+BLOCK_TOKENS = 512
+SEGMENT_BYTES = 64 << 20
+TRACE_BLOCK_BYTES = 512 * 327_680  # Llama-3-70B, FP16: what one 512-token block really has
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be played, and on what."""
+
+    requests: list[PlannedRequest]
+    block_bytes: int
+    distinct_blocks: int
+    block_refs: int
+    ideal_hits: int
+    staging_blocks: int
+    speed: float
+    span_s: float
+
+    @property
+    def store_bytes(self) -> int:
+        """Room for every distinct block on the bdev, with some to spare."""
+        record = align_up(4096) + align_up(self.block_bytes)
+        segments = -(-self.distinct_blocks * record // (SEGMENT_BYTES - record - 8192)) + 6
+        return segments * SEGMENT_BYTES + (64 << 10)
+
+
+def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: float, speed: float) -> Plan:
+    """Scale a trace. Every request keeps its blocks but the last, which the trace's prompts fill only partly."""
+    requests, seen, refs, ideal = [], set[int](), 0, 0
+    for number, request in enumerate(trace):
+        whole = len(request.blocks) - (request.input_tokens % BLOCK_TOKENS != 0)
+        blocks = list(request.blocks[: max(1, whole)])
+        requests.append(PlannedRequest(request.timestamp_s / speed, number, blocks))
+        ideal += next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        seen.update(blocks)
+        refs += len(blocks)
+    return Plan(
+        requests, block_bytes, len(seen), refs, ideal, max(64, int(len(seen) * staging_share)), speed,
+        trace[-1].timestamp_s / speed,
+    )  # fmt: skip
+
+
+def topology_of(plan: Plan, directory: Path, fabric: str, policy: str, port: int) -> str:
+    """The demo node's topology, as TOML."""
+    record = align_up(4096) + align_up(plan.block_bytes)
+    part = plan.block_bytes // GROUPS
+    groups = "\n".join(
+        f'[[space.geometry.groups]]\nname = "layers-{20 * i}-{20 * i + 19}"\nnum_layers = 20\nnum_kv_heads = 8\n'
+        f"head_size = 128\npart_bytes = {part}\n"
+        for i in range(GROUPS)
+    )
+    hosts = "\n".join(
+        f'[[host]]\nname = "{name}"\nspaces = ["{SPACE}"]\nfabrics = ["{fabric}"]\ninbound_bytes = {64 * plan.block_bytes}\n'
+        for name in HOSTS
+    )
+    return f"""\
+# Made by `dpurt demo`: a node on a file, two hosts. Block bytes are scaled down from {TRACE_BLOCK_BYTES}.
+[node]
+name = "demo"
+run_dir = "{directory / "run"}"
+
+[gateway]
+bind = "tcp://127.0.0.1:{port}"
+
+[staging]
+bytes = {plan.staging_blocks * record}
+
+[[bdev]]
+name = "flash"
+kind = "file"
+path = "{directory / "flash.img"}"
+size_bytes = {plan.store_bytes}
+capacity_bytes = {plan.store_bytes}
+segment_bytes = {SEGMENT_BYTES}
+queue_depth = 16
+
+[[tenant]]
+name = "demo"
+salt = "demo-salt-not-a-secret"
+
+[[space]]
+name = "{SPACE}"
+model = "llama-3-70b (synthetic KV, scaled)"
+revision = "demo"
+kv_dtype = "fp16"
+tenant = "demo"
+
+[space.geometry]
+block_tokens = {BLOCK_TOKENS}
+
+{groups}
+{hosts}
+[prefetch]
+enabled = {"false" if policy == "none" else "true"}
+"""

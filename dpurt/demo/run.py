@@ -1,0 +1,142 @@
+"""Runs the demo: for each fabric a node process and two host processes, then what the hosts saw, what the node says, and what
+the kernel says, side by side."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dpurt.demo.host import Job, PlannedRequest, Result
+from dpurt.demo.nodes import NodeProcess, Outside, observe
+from dpurt.demo.plan import HOSTS, SPACE, Plan, topology_of
+from dpurt.errors import DpurtError
+
+HOST_GRACE_S = 120.0
+HEAD_START_S = 2.0
+OUTCOMES = ("timely", "late", "early", "useless", "cancelled", "failed", "refused", "open")
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """What a kill -9 in the middle came to. `hits_from_before`: verified blocks after it that were stored before it."""
+
+    killed_at_s: float
+    back_at_s: float
+    start_s: float
+    rebuilt: Mapping[str, Any]
+    hits_from_before: int
+    hits_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run over one fabric."""
+
+    fabric: str
+    hosts: list[Result]
+    stats: Mapping[str, Any]
+    outside: Outside
+    exit_code: int
+    wall_s: float
+    crash: Crash | None
+
+
+def play(
+    plan: Plan, fabric: str, directory: Path, policy: str, *, crash: bool, progress: Callable[[float], None]
+) -> Outcome:
+    """One run. Raises DpurtError when a process does not do its part."""
+    directory.mkdir(parents=True)
+    topology = directory / "topology.toml"
+    topology.write_text(topology_of(plan, directory, fabric, policy, _free_port()))
+    began = time.monotonic()
+    with NodeProcess(topology, directory / "run", directory / "node.log") as node:
+        start_at = time.time() + HEAD_START_S
+        hosts = [
+            _start_host(plan, i, topology, node.endpoint, fabric, start_at, directory)
+            for i in range(len(HOSTS))
+        ]
+        try:
+            crashed = _crash(plan, node, start_at) if crash else None
+            _wait(hosts, plan, start_at, progress)
+        finally:
+            for process, _ in hosts:
+                process.kill()
+        results = [msgspec.json.decode(path.read_bytes(), type=Result) for _, path in hosts]
+        stats, outside = node.stats(), observe(node.pid)
+        exit_code = node.terminate()
+    (directory / "flash.img").unlink()
+    found = None if crashed is None else _crash_outcome(crashed, results, stats, node.start_s)
+    return Outcome(fabric, results, stats, outside, exit_code, time.monotonic() - began, found)
+
+
+def _start_host(
+    plan: Plan, index: int, topology: Path, endpoint: str, fabric: str, start_at: float, directory: Path
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """One host process, with every other request of the trace."""
+    mine: list[PlannedRequest] = plan.requests[index :: len(HOSTS)]
+    result = directory / f"{HOSTS[index]}.result.json"
+    job = Job(
+        topology=str(topology), endpoint=endpoint, host=HOSTS[index], space=SPACE, fabric=fabric, start_at=start_at,
+        result=str(result), requests=mine,
+    )  # fmt: skip
+    path = directory / f"{HOSTS[index]}.job.json"
+    path.write_bytes(msgspec.json.encode(job))
+    with (directory / f"{HOSTS[index]}.log").open("wb") as log:
+        command = [sys.executable, "-m", "dpurt.demo.host", str(path)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    return process, result
+
+
+def _crash(plan: Plan, node: NodeProcess, start_at: float) -> tuple[float, float]:
+    """kill -9 in the middle of the trace, and start again at once; (killed, back) in seconds after the start."""
+    time.sleep(max(0.0, start_at + plan.span_s / 2 - time.time()))
+    node.kill()
+    killed = time.time() - start_at
+    node.start()
+    return killed, time.time() - start_at
+
+
+def _wait(
+    hosts: Sequence[tuple[subprocess.Popen[bytes], Path]],
+    plan: Plan,
+    start_at: float,
+    progress: Callable[[float], None],
+) -> None:
+    limit = start_at + plan.span_s + HOST_GRACE_S
+    while any(process.poll() is None for process, _ in hosts):
+        if time.time() > limit:
+            raise DpurtError(f"the hosts did not end {HOST_GRACE_S:.0f} s after the trace")
+        progress(min(1.0, max(0.0, (time.time() - start_at) / max(plan.span_s, 0.1))))
+        time.sleep(0.1)
+    for process, path in hosts:
+        if process.returncode:
+            log = path.with_name(path.name.replace(".result.json", ".log"))
+            raise DpurtError(
+                f"a host process failed ({process.returncode}):\n{log.read_text(errors='replace')[-2000:]}"
+            )
+
+
+def _crash_outcome(
+    crashed: tuple[float, float], results: Sequence[Result], stats: Mapping[str, Any], start_s: float
+) -> Crash:
+    killed, back = crashed
+    stored: dict[int, float] = {}
+    for at, block in (store for result in results for store in result.stores):
+        stored[block] = min(at, stored.get(block, at))
+    after = [(at, block) for result in results for at, block in result.hits if at > back]
+    before = sum(stored.get(block, killed) < killed for _, block in after)
+    return Crash(killed, back, start_s, stats["storage"]["rebuilt"], before, len(after))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

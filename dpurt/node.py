@@ -1,0 +1,321 @@
+"""The composition root: one DPU node from one Config.
+
+`Node.run` opens the store, rebuilds the index from it, makes the arena, wires the agents, and keeps them running until it is
+told to stop; then it drains: no new work, what is dirty reaches the device, everything is closed. There is no other global
+state; two nodes in one process do not know of each other.
+
+Order of start matters and is the order below: what is on flash is known before the first host can ask.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import structlog
+import trio
+
+from dpurt.agents.block_store import BlockStore
+from dpurt.agents.fabric import Access, FabricAgent
+from dpurt.agents.gateway import GatewayAgent
+from dpurt.agents.index import IndexAgent
+from dpurt.agents.intake import Intake
+from dpurt.agents.metrics import MetricsAgent
+from dpurt.agents.prefetch import PrefetchAgent
+from dpurt.agents.reclaim import Reclaimer
+from dpurt.agents.segment_scan import StoredRecord
+from dpurt.agents.spaces import Slab, SpaceState
+from dpurt.agents.staging import StagingAgent
+from dpurt.agents.storage import StorageAgent
+from dpurt.bdev import Bdev
+from dpurt.bdev.factory import open_bdev
+from dpurt.config import Config
+from dpurt.core.arbiter import Arbiter, Budget
+from dpurt.core.eviction import make_policy
+from dpurt.core.ledger import Ledger
+from dpurt.core.predictor import make_predictors
+from dpurt.core.prefetch import PrefetchCore
+from dpurt.core.prefix_index import PrefixIndex
+from dpurt.core.record import RecordLayout
+from dpurt.core.staging import StagingPool
+from dpurt.fabric import Fabric
+from dpurt.fabric.region import MemfdRegion
+from dpurt.fabric.shm import ShmFabric
+from dpurt.fabric.tcp import TcpFabric
+from dpurt.runtime.actor import RestartPolicy, supervise
+
+log = structlog.get_logger()
+DRAIN_S = 10.0
+POLICY = RestartPolicy()
+
+
+class Node:
+    """One node. `await node.run()`; the rest is for those who look in from outside."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.started_at = 0.0
+        self.rebuilt: dict[str, object] = {}
+        self._numbers = 0
+        self._stop = trio.Event()
+        self._wall_offset = 0.0
+
+    # --- life ---
+
+    async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until `stop`. `task_status.started(endpoint)` once hosts may come. Raises ConfigError, BdevError."""
+        self._wall_offset = time.time() - trio.current_time()
+        self.bdev = bdev = await self._open_bdev()
+        try:
+            self.store = await self._open_store(bdev)
+            self._build(bdev)
+            await self._rebuild()
+            await self._serve(task_status)
+            await self.store.aclose()
+        finally:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + DRAIN_S):
+                await bdev.aclose()
+            for region in self.regions:
+                region.close()
+
+    def stop(self) -> None:
+        """Drain and end. Idempotent."""
+        if hasattr(self, "gateway"):
+            self.gateway.hosts.is_draining = True
+        self._stop.set()
+
+    async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
+        async with trio.open_nursery() as nursery:
+            for agent in self._agents:
+                await nursery.start(supervise, agent, POLICY)
+            self.started_at = trio.current_time()
+            log.info(
+                "node_up", endpoint=self.gateway.endpoint, incarnation=self.store.incarnation, **self.rebuilt
+            )
+            task_status.started(self.gateway.endpoint)
+            await self._stop.wait()
+            with trio.move_on_after(DRAIN_S):
+                await self._drain()
+            nursery.cancel_scope.cancel()
+
+    async def _drain(self) -> None:
+        while not self.storage.is_quiet or any(s.in_flight for s in self.gateway.hosts.sessions.values()):
+            await trio.sleep(0.01)  # noqa: ASYNC110 - a few agents' states, asked only while ending
+        log.info("node_drained")
+
+    def wall(self, now: float) -> float:
+        """Wall-clock seconds of a Trio time."""
+        return now + self._wall_offset
+
+    # --- building ---
+
+    async def _open_bdev(self) -> Bdev:
+        bdev = self.config.bdev[0]
+        return await open_bdev(bdev.kind, **bdev.open_params(self.config))
+
+    async def _open_store(self, bdev: Bdev) -> BlockStore:
+        spec = self.config.bdev[0]
+        return await BlockStore.open(
+            bdev, capacity_bytes=spec.capacity(self.config), segment_bytes=int(spec.segment_bytes),
+            clock=time.time, deadline_s=spec.deadline_s,
+        )  # fmt: skip
+
+    def _build(self, bdev: Bdev) -> None:
+        config, spec = self.config, self.config.bdev[0]
+        self.index = IndexAgent()
+        self.storage = StorageAgent(self.store, workers=spec.queue_depth, deadline_s=spec.deadline_s)
+        self.staging = StagingAgent(self.index, self.storage)
+        self.intake = Intake(self.index, self.storage, self.wall)
+        access = Access(self.staging, self.intake)
+        self.fabric = FabricAgent(self._fabrics(access), {host.name: host.fabrics for host in config.host})
+        self.regions: list[MemfdRegion] = []
+        self._make_spaces()
+        self.prefetch = PrefetchAgent(self._prefetch_core(), self.staging)
+        self.staging.observe = self.intake.observe = self.prefetch.observe
+        self.staging.housekeeping.append(self.intake.expire)
+        self.reclaimer = Reclaimer(self.index, self.staging, self.storage, int(spec.segment_bytes))
+        self.storage.reclaim = self.reclaimer.reclaim_one
+        self.gateway = GatewayAgent(
+            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
+            self.prefetch.observe, self.stats,
+        )  # fmt: skip
+        self.gateway.on_drain = self.stop
+        self.gateway.on_epoch_bump = self.bump_epoch
+        self.metrics = MetricsAgent(config.metrics.bind, self.stats)
+        self._agents = [
+            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.metrics,
+        ]  # fmt: skip
+
+    def _fabrics(self, access: Access) -> dict[str, Fabric]:
+        wanted = {kind for host in self.config.host for kind in host.fabrics}
+        fabrics: dict[str, Fabric] = {}
+        if "shm" in wanted:
+            fabrics["shm"] = ShmFabric(access, self.config.node.run_path / "shm.sock")
+        if "tcp" in wanted:
+            fabrics["tcp"] = TcpFabric(access, *self.config.fabric.tcp_address())
+        return fabrics
+
+    def _make_spaces(self) -> None:
+        """One region per trust domain, in it a slab per space."""
+        config = self.config
+        for number, (domain, shares) in enumerate(config.staging_plan().items()):
+            layouts = {name: RecordLayout.of(config.to_space(name)) for name in shares}
+            slots = {name: max(1, int(share) // layouts[name].record_bytes) for name, share in shares.items()}
+            size = sum(slots[name] * layouts[name].record_bytes for name in shares)
+            region = MemfdRegion(number + 1, f"staging-{domain}", size)
+            self.regions.append(region)
+            self.fabric.offer(region)
+            start = 0
+            for name in shares:
+                stride = layouts[name].record_bytes
+                policy = make_policy(config.staging.eviction, slots[name])
+                pool = StagingPool(slots[name], layouts[name].num_parts, policy)
+                slab = Slab(len(self.staging.slabs), region, start, stride, pool)
+                self.staging.slabs.append(slab)
+                self._add_state(name, self.store.epochs.get(name, 0), slab)
+                start += slots[name] * stride
+
+    def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
+        space = self.config.to_space(name).with_epoch(epoch)
+        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards)
+        state = SpaceState(
+            name, self._numbers, space, space.fingerprint(), RecordLayout.of(space), index, slab,
+            self.config.space_named(name).ttl_s,
+        )  # fmt: skip
+        self._numbers += 1
+        self.index.add(state)
+        return state
+
+    def _prefetch_core(self) -> PrefetchCore | None:
+        prefetch = self.config.prefetch
+        if not prefetch.enabled:
+            return None
+        staging = sum(region.size for region in self.regions)
+        budget = Budget(
+            bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
+            staging_bytes=int(staging * prefetch.staging_fraction),
+            queue_depth=max(1, self.config.bdev[0].queue_depth - 2),
+            min_probability=prefetch.min_probability,
+        )
+        predictors = make_predictors(prefetch.predictors, lookahead_blocks=prefetch.lookahead_blocks)
+        return PrefetchCore(predictors, Arbiter(budget), Ledger(), self.staging)
+
+    # --- restart and epochs ---
+
+    async def _rebuild(self) -> None:
+        layouts = {state.fingerprint: state.layout for state in self.index.spaces.values()}
+        rebuilt = await self.store.rebuild(layouts)
+        states = {state.fingerprint: state for state in self.index.spaces.values()}
+        orphans = 0
+        now = trio.current_time()
+        for record in rebuilt.records:
+            orphans += not self._adopt(states[record.header.fingerprint], record, now)
+        self.rebuilt = {
+            "records": len(rebuilt.records) - orphans, "orphans": orphans, "torn": rebuilt.torn,
+            "seconds": round(rebuilt.seconds, 3), "bytes_read": rebuilt.bytes_read,
+        }  # fmt: skip
+
+    def _adopt(self, state: SpaceState, record: StoredRecord, now: float) -> bool:
+        """Put one record of a former life into the index; an orphan (its parent is lost) is forgotten."""
+        header = record.header
+        try:
+            if header.tokens:
+                ids = state.index.insert_after(header.parent, header.tokens, [header.key], now)
+            else:
+                ids = state.index.insert_keys(header.parent, [header.key], now)
+            state.index.set_extent(int(ids[0]), header.shard, record.offset)
+        except (KeyError, ValueError):
+            self.store.forget(record.offset)
+            return False
+        if state.ttl_s:  # uses before the restart are forgotten
+            state.index.set_expiry(ids, header.stored_at + state.ttl_s - self._wall_offset)
+        return True
+
+    async def bump_epoch(self, name: str) -> int:
+        """Make every block of a space unreachable; the new epoch. Durable before it is answered."""
+        old = self.index.spaces[name]
+        epoch = old.space.epoch + 1
+        await self.store.set_epoch(name, epoch)
+        self._add_state(name, epoch, old.slab)
+        log.info("epoch_bumped", space=name, epoch=epoch)
+        await self._sweep(old)
+        return epoch
+
+    async def _sweep(self, old: SpaceState) -> None:
+        """Give a retired epoch's slots and extents back, a few thousand at a time. Nobody can reach them any more."""
+        table = old.index.table
+        live = table.live()
+        for at in range(0, len(live), 4096):
+            ids = live[at : at + 4096]
+            extents = table.where[ids, table.first_extent :]
+            for extent in extents[extents >= 0].tolist():
+                self.store.forget(extent)
+            for handle in old.index.handles(ids).tolist():
+                for shard in range(old.num_shards):
+                    old.slab.pool.drop(old.ref(handle, shard))
+            await trio.lowlevel.checkpoint()
+        self.index.forget_retired(old)
+
+    # --- looking in ---
+
+    def stats(self) -> dict[str, object]:
+        """Every counter there is, as nested maps of plain values."""
+        return {
+            "node": self._node_stats(),
+            "hosts": {name: asdict(counters) for name, counters in self.gateway.hosts.counters.items()},
+            "gateway": {
+                "messages": self.gateway.messages, "sessions": len(self.gateway.hosts.sessions),
+                "scopes": sum(len(s.scopes) for s in self.gateway.hosts.sessions.values()),
+                "errors": dict(self.gateway.errors), "sessions_ended": dict(self.gateway.hosts.ended),
+            },
+            "spaces": {name: self._space_stats(state) for name, state in self.index.spaces.items()},
+            "index": {"drops": dict(self.index.drops), "tombstones": len(self.index.tombstones)},
+            "intake": {
+                "stored": self.intake.stored, "refused": dict(self.intake.refused), "reserved": self.intake.num_reserved,
+                "dirty": sum(self.intake.dirty.values()), "expired": self.intake.expired,
+                "writes_lost": self.intake.writes_lost,
+            },
+            "storage": {
+                "reads": dict(self.storage.read_status), "backlog": self.storage.backlog,
+                "write_failures": self.storage.write_failures, "store": plain(self.store.stats()),
+                "bdev": plain(self.bdev.stats), "rebuilt": self.rebuilt,
+            },
+            "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
+            "prefetch": self._prefetch_stats(),
+            "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
+        }  # fmt: skip
+
+    def _node_stats(self) -> dict[str, object]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        times = os.times()
+        return {
+            "name": self.config.node.name, "pid": os.getpid(), "incarnation": self.store.incarnation,
+            "uptime_s": round(trio.current_time() - self.started_at, 3), "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+            "open_fds": len(os.listdir("/proc/self/fd")) - 1, "cpu_s": round(times.user + times.system, 3),
+            "endpoint": self.gateway.endpoint, "metrics_port": self.metrics.port,
+        }  # fmt: skip
+
+    @staticmethod
+    def _space_stats(state: SpaceState) -> dict[str, object]:
+        return {
+            "epoch": state.space.epoch, "blocks": len(state.index), "record_bytes": state.layout.record_bytes,
+            "index": plain(state.index.stats()), "staging": plain(state.slab.pool.stats()),
+        }  # fmt: skip
+
+    def _prefetch_stats(self) -> dict[str, object]:
+        core = self.prefetch.core
+        if core is None:
+            return {"enabled": 0}
+        stats = core.stats()
+        return {
+            "enabled": 1, "waiting": stats.waiting, "flying": stats.flying, "sequences": stats.sequences,
+            "trust": dict(stats.trust), "total": stats.total.as_dict(),
+            "predictors": {name: totals.as_dict() for name, totals in stats.by_predictor.items()},
+        }  # fmt: skip
+
+
+def plain(stats: object) -> dict[str, object]:
+    """A statistics dataclass as a map of plain values."""
+    return asdict(stats)  # type: ignore[call-overload, no-any-return]

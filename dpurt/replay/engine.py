@@ -1,0 +1,503 @@
+"""One policy over one trace on a virtual clock: a heap of events, the real prefetch core, modelled device,
+staging and hosts.
+
+The model. `hosts` GPU hosts prefill one request each, first come first served. A request uses its blocks in
+prefix order:
+
+- never stored: the host computes it (tokens / prefill rate); then it is stored and, room permitting, staged;
+- in staging: the host loads it (bytes / link rate);
+- on its way: the host waits for it, and what was a prefetch becomes a demand read;
+- on the device only: a demand read, then the load. One block is asked for at a time.
+
+After its last block the first token takes one decode step; the request finishes when its output is decoded,
+which holds no host. Blocks on the device stay there for good. Blocks are all of one size, partial ones too.
+Uses touch the eviction order when a request's prefill ends, tail first, so heads outlive tails; Belady's also
+at each use. Writes cost reads nothing.
+
+What ties exist are broken by the order of scheduling, and randomness (the device's latency tail) by the seed:
+equal scenarios give equal results.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from dpurt.core.arbiter import Arbiter, Budget
+from dpurt.core.events import (
+    Arrived,
+    Consumed,
+    Demanded,
+    Event,
+    Evicted,
+    FetchFailed,
+    Finished,
+    Owner,
+    Staged,
+    Stored,
+    Where,
+)
+from dpurt.core.ledger import Ledger
+from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
+from dpurt.replay.device import DEVICES, DeviceProfile, ModelledDevice, Read
+from dpurt.replay.future import Future
+from dpurt.replay.hits import capacity_blocks, untimed_hit_rate
+from dpurt.replay.policies import Oracle, Policy, make_eviction, make_predictors
+from dpurt.replay.report import Result, percentile, prefetch_figures
+from dpurt.replay.staging import ReplayStaging, always
+from dpurt.replay.trace import Request
+
+OWNER = Owner("trace", "trace")
+SOURCES = ("staging", "prefetched", "in_flight", "nvme", "recomputed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything a replay depends on but trace and policy.
+
+    The block is 512 tokens of a 70B GQA model in FP8 (160 KiB a token); the link is 200 Gb/s;
+    `prefetch_share` is the part of staging that prefetch may hold unused.
+    """
+
+    staging_share: float = 0.05
+    device: DeviceProfile = DEVICES["ai_ssd"]
+    block_tokens: int = 512
+    block_bytes: int = 512 * 160 * 1024
+    hosts: int = 8
+    prefill_tokens_per_s: float = 10_000.0
+    link_bytes_per_s: float = 25e9
+    decode_step_s: float = 0.03
+    lookahead_blocks: int = 16
+    prefetch_queue_depth: int = 8
+    prefetch_share: float = 0.5
+    min_probability: float = 0.05
+    horizon_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.staging_share <= 1 or not 0 <= self.prefetch_share <= 1:
+            raise ValueError("staging_share must lie in (0, 1] and prefetch_share in [0, 1]")
+        if self.hosts < 1 or self.block_bytes < 1 or self.block_tokens < 1:
+            raise ValueError("hosts, block_bytes and block_tokens must be >= 1")
+        if min(self.prefill_tokens_per_s, self.link_bytes_per_s, self.decode_step_s) <= 0:
+            raise ValueError("rates and decode_step_s must be > 0")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One request on its way through a host."""
+
+    number: int
+    request: Request
+    matched: int
+    cursor: int = 0
+    started_at: float = 0.0
+    asked_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What a run adds up."""
+
+    blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    references: int = 0
+    at_match: int = 0
+    no_room: int = 0
+    stall_s: float = 0.0
+    ttft_s: list[float] = field(default_factory=list)
+
+
+def replay(
+    requests: Sequence[Request],
+    policy: Policy,
+    scenario: Scenario,
+    progress: Callable[[int], None] | None = None,
+) -> Result:
+    """Run `policy` over the requests. `progress` is called with the number of requests arrived so far."""
+    started = time.perf_counter()
+    run = _Run(requests, policy, scenario)
+    run.to_end(progress)
+    wall_s = time.perf_counter() - started
+    return run.result(wall_s)
+
+
+class _Run:
+    """The state of one replay; see the module's docstring for the model. It is the core's StagingView,
+    too."""
+
+    def __init__(self, requests: Sequence[Request], policy: Policy, scenario: Scenario) -> None:
+        self.requests = requests
+        self.policy = policy
+        self.scenario = scenario
+        self.capacity = capacity_blocks(requests, scenario.staging_share)
+        self.counts = _Counts()
+        self.device = ModelledDevice(scenario.device, scenario.seed)
+        self.core: PrefetchCore | None = None
+        self._now = 0.0
+        self._heap: list[tuple[float, int, Callable[..., None], object]] = []
+        self._scheduled = 0
+        self._tick_at: float | None = None
+        self._outbox: deque[Event] = deque()
+        self._free_hosts = scenario.hosts
+        self._queue: deque[_Turn] = deque()
+        self._open_turns = 0
+        self._service_s = 1.0
+        self._stored: set[int] = set()
+        self._reads: dict[int, Read] = {}  # by block: queued or in service
+        self._read_of_job: dict[int, Read] = {}
+        self._has_place: set[int] = set()  # blocks being read for which staging has a place
+        self._asking: dict[int, list[_Turn]] = {}
+        self._shared_reads = 0  # waits served by a read another wait has paid for
+        self._load_s = scenario.block_bytes / scenario.link_bytes_per_s
+        self._recompute_s = scenario.block_tokens / scenario.prefill_tokens_per_s
+        self._future = Future(requests) if policy.is_clairvoyant else None
+        self._oracle: Oracle | None = None
+        if policy.eviction is not None:
+            self._make_staging()
+        if policy.predictors:
+            self._make_core()
+
+    # --- set-up
+
+    def _make_staging(self) -> None:
+        eviction = make_eviction(self.policy, self.capacity, self._future)
+        future = self._future
+        admit = (lambda b, v: future.next_use(b) < future.next_use(v)) if future else always
+        self.staging = ReplayStaging(self.capacity, eviction, self._evicted, admit)
+
+    def _make_core(self) -> None:
+        scenario = self.scenario
+        device = scenario.device
+        budget = Budget(
+            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+            staging_bytes=int(self.capacity * scenario.prefetch_share) * scenario.block_bytes,
+            queue_depth=scenario.prefetch_queue_depth,
+            latency_s=device.latency_s,
+            min_probability=scenario.min_probability,
+        )
+        arbiter = Arbiter(budget)
+        block_s = max(self._load_s, scenario.block_bytes / device.bandwidth_bytes_per_s)
+        predictors = make_predictors(self.policy, scenario.lookahead_blocks, block_s)
+        if self._future is not None:
+            self._oracle = Oracle(self._future, self.staging, self.where, lambda: not arbiter.num_waiting)
+            predictors.append(self._oracle)
+        self.core = PrefetchCore(predictors, arbiter, Ledger(scenario.horizon_s), self)
+
+    # --- StagingView
+
+    def where(self, block: int, parts_mask: int | None) -> Where:
+        if block in self.staging:
+            return "staging"
+        if block in self._reads:
+            return "in_flight"
+        return "nvme" if block in self._stored else "gone"
+
+    def record_bytes(self, block: int, parts_mask: int | None) -> int:
+        return self.scenario.block_bytes
+
+    def recompute_s(self, block: int) -> float | None:
+        return self._recompute_s
+
+    def demand_backlog_bytes(self) -> int:
+        return self.device.demand_backlog_bytes
+
+    def free_bytes(self) -> int:
+        return self.staging.available * self.scenario.block_bytes
+
+    # --- the loop
+
+    def to_end(self, progress: Callable[[int], None] | None) -> None:
+        """Run until the last request has finished."""
+        for number, request in enumerate(self.requests):
+            self._run_until(request.timestamp_s)
+            self._now = request.timestamp_s
+            self._arrive(number, request)
+            self._send_outbox()
+            if progress is not None:
+                progress(number + 1)
+        self._run_until(float("inf"))
+        if self.core is not None:
+            self.core.ledger.check_integrity()
+
+    def _run_until(self, end: float) -> None:
+        """All events before `end`; past the last arrival (end is infinite) only while a request is open."""
+        heap = self._heap
+        while heap and heap[0][0] < end and (self._open_turns or end != float("inf")):
+            self._now, _, action, argument = heapq.heappop(heap)
+            action(argument)
+            self._send_outbox()
+
+    def _at(self, when: float, action: Callable[..., None], argument: object) -> None:
+        self._scheduled += 1
+        heapq.heappush(self._heap, (when, self._scheduled, action, argument))
+
+    def _send_outbox(self) -> None:
+        """Tell the core what its commands, or a demand read, caused: never from inside those, where room is
+        half made."""
+        while self._outbox:
+            self._tell(self._outbox.popleft())
+
+    def _tell(self, event: Event) -> None:
+        """An event for the core, if there is one."""
+        if self.core is not None:
+            self._obey(self.core.handle(event, self._now))
+
+    def _tick(self, when: float) -> None:
+        if when != self._tick_at:
+            return  # an earlier one was set since
+        self._tick_at = None
+        assert self.core is not None
+        self._obey(self.core.tick(self._now))
+
+    def _obey(self, commands: Sequence[Fetch | CancelFetch]) -> None:
+        for command in commands:
+            if isinstance(command, Fetch):
+                self._fetch(command)
+            else:
+                self._cancel(command.job)
+        if commands:
+            self._start_reads()
+        assert self.core is not None
+        wakeup = self.core.next_wakeup()
+        if wakeup is not None and (self._tick_at is None or wakeup < self._tick_at):
+            self._tick_at = max(wakeup, self._now)
+            self._at(self._tick_at, self._tick, self._tick_at)
+
+    # --- requests
+
+    def _arrive(self, number: int, request: Request) -> None:
+        matched = self._match(request.blocks)
+        self.counts.references += len(request.blocks)
+        if self.policy.eviction is not None:
+            self.counts.at_match += self.staging.leading(request.blocks)
+        turn = _Turn(number, request, matched)
+        self._open_turns += 1
+        self._queue.append(turn)
+        ahead = len(self._queue) - self._free_hosts
+        expected_start = self._now + max(0, ahead) * self._service_s / self.scenario.hosts
+        self._tell(Arrived(number, OWNER, request.blocks[:matched], expected_start))
+        self._next_turn()
+
+    def _match(self, blocks: Sequence[int]) -> int:
+        if self.policy.eviction is None:
+            return 0
+        return next((i for i, block in enumerate(blocks) if block not in self._stored), len(blocks))
+
+    def _next_turn(self) -> None:
+        while self._free_hosts and self._queue:
+            self._free_hosts -= 1
+            turn = self._queue.popleft()
+            turn.started_at = self._now
+            self._at(self._now, self._ask, turn)
+
+    def _ask(self, turn: _Turn) -> None:
+        """The host asks for the block at the cursor."""
+        if turn.cursor == len(turn.request.blocks):
+            self._prefilled(turn)
+            return
+        block = turn.request.blocks[turn.cursor]
+        turn.asked_at = self._now
+        self._used(block)
+        if self.policy.eviction is None or block not in self._stored:
+            self._count("recomputed", turn)
+            tokens = self._tokens(turn)
+            self._at(self._now + tokens / self.scenario.prefill_tokens_per_s, self._computed, turn)
+            return
+        where = self.where(block, None)
+        self._serve(turn, block, where)  # before the core may evict for a prefetch
+        self._tell(Consumed(turn.number, turn.cursor, 1))
+        self._tell(Demanded(block, turn.number, where))
+
+    def _serve(self, turn: _Turn, block: int, where: Where) -> None:
+        if where == "staging":
+            self._count("prefetched" if self.staging.use(block) else "staging", turn)
+            self._load(turn, block)
+            return
+        self._count(where, turn)
+        self._asking.setdefault(block, []).append(turn)
+        if where == "in_flight":
+            self.device.promote(self._reads[block])
+        else:
+            self._read(Read(block, self.scenario.block_bytes, None, is_demand=True))
+        self._start_reads()
+
+    def _load(self, turn: _Turn, block: int) -> None:
+        self.counts.stall_s += self._now - turn.asked_at
+        if block in self.staging:
+            self.staging.hold(block)
+            self._at(self._now + self._load_s, self._loaded, turn)
+        else:
+            self._at(self._now + self._load_s, self._next_block, turn)  # read past a full staging
+
+    def _loaded(self, turn: _Turn) -> None:
+        self.staging.unhold(turn.request.blocks[turn.cursor])
+        self._next_block(turn)
+
+    def _computed(self, turn: _Turn) -> None:
+        block = turn.request.blocks[turn.cursor]
+        if self.policy.eviction is not None and block not in self._stored:
+            self._stored.add(block)
+            self._keep_computed(block)
+        self._next_block(turn)
+
+    def _keep_computed(self, block: int) -> None:
+        if self.staging.reserve(block, self._now):
+            self.staging.land(block, self._now, by_prefetch=False)
+        else:
+            self._not_kept(block)
+
+    def _next_block(self, turn: _Turn) -> None:
+        turn.cursor += 1
+        self._ask(turn)
+
+    def _used(self, block: int) -> None:
+        """From now on a clairvoyant policy looks at the block's use after this one."""
+        if self._future is not None:
+            self._future.consumed(block)
+            self.staging.policy.touch((block,), self._now)
+
+    def _prefilled(self, turn: _Turn) -> None:
+        first_token_at = self._now + self.scenario.decode_step_s
+        self.counts.ttft_s.append(first_token_at - turn.request.timestamp_s)
+        if self.policy.eviction is not None:
+            self.staging.policy.touch(reversed(turn.request.blocks), self._now)
+        self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
+        decode_s = turn.request.output_tokens * self.scenario.decode_step_s
+        self._at(self._now + decode_s, self._finished, turn)
+        self._service_s += 0.1 * (self._now - turn.started_at - self._service_s)
+        self._free_hosts += 1
+        self._next_turn()
+
+    def _finished(self, turn: _Turn) -> None:
+        self._open_turns -= 1
+        self._tell(Finished(turn.number))
+
+    def _tokens(self, turn: _Turn) -> int:
+        left = turn.request.input_tokens - turn.cursor * self.scenario.block_tokens
+        return max(1, min(left, self.scenario.block_tokens))
+
+    def _count(self, source: str, turn: _Turn) -> None:
+        self.counts.blocks[source] += 1
+        self.counts.tokens[source] += self._tokens(turn)
+
+    # --- reads
+
+    def _fetch(self, command: Fetch) -> None:
+        if self.where(command.block, None) != "nvme" or not self.staging.reserve(command.block, self._now):
+            self._outbox.append(FetchFailed(command.job, "no_room"))
+            self._not_kept(command.block)
+            return
+        self._has_place.add(command.block)
+        read = Read(command.block, self.scenario.block_bytes, command.job, is_demand=False)
+        self._reads[command.block] = self._read_of_job[command.job] = read
+        self.device.submit(read)
+
+    def _read(self, read: Read) -> None:
+        """A demand read. Without room the host gets the bytes all the same and staging keeps nothing."""
+        if self.staging.reserve(read.block, self._now):
+            self._has_place.add(read.block)
+        self._reads[read.block] = read
+        self.device.submit(read)
+
+    def _cancel(self, job: int) -> None:
+        read = self._read_of_job.get(job)
+        if read is not None and self.device.cancel(read):
+            self._end_read(read)
+            if read.block in self._has_place:
+                self._has_place.discard(read.block)
+                self.staging.unreserve()
+            self._outbox.append(FetchFailed(job, "cancelled"))
+
+    def _start_reads(self) -> None:
+        for done_at, read in self.device.start(self._now):
+            self._at(done_at, self._read_done, read)
+
+    def _end_read(self, read: Read) -> None:
+        del self._reads[read.block]
+        if read.job is not None:
+            del self._read_of_job[read.job]
+
+    def _read_done(self, read: Read) -> None:
+        self.device.complete(read)
+        self._end_read(read)
+        askers = self._asking.pop(read.block, [])
+        if read.block in self._has_place:
+            self._has_place.discard(read.block)
+            self.staging.land(read.block, self._now, by_prefetch=read.job is not None and not askers)
+        else:
+            self._not_kept(read.block)
+        self._shared_reads += max(0, len(askers) - 1)
+        for turn in askers:
+            self._load(turn, read.block)
+        if read.job is not None:
+            self._tell(Staged(read.block, read.job))
+        self._start_reads()
+
+    def _evicted(self, block: int) -> None:
+        if self._oracle is not None:
+            self._oracle.absent(block)
+        self._outbox.append(Evicted(block))
+
+    def _not_kept(self, block: int) -> None:
+        """A stored block had no room in staging, or was not worth its victim."""
+        self.counts.no_room += 1
+        if self._oracle is not None:
+            self._oracle.absent(block)
+
+    # --- the result
+
+    def result(self, wall_s: float) -> Result:
+        """What was measured."""
+        counts = self.counts
+        references = max(1, counts.references)
+        tokens = max(1, sum(counts.tokens.values()))
+        hits = counts.blocks["staging"] + counts.blocks["prefetched"]
+        token_hits = counts.tokens["staging"] + counts.tokens["prefetched"]
+        return Result(
+            policy=self.policy.name,
+            # every block has the same bytes, so the rate in bytes is that in blocks
+            hit_rate={"blocks": hits / references, "tokens": token_hits / tokens, "bytes": hits / references},
+            at_match=counts.at_match / references,
+            reusable=1 - counts.blocks["recomputed"] / references,
+            sources=dict(counts.blocks),
+            untimed_prefix_hit_rate=self._untimed(),
+            bytes_read=self.device.bytes_read,
+            no_room=counts.no_room,
+            stall_s=counts.stall_s,
+            ttft_p50_s=percentile(counts.ttft_s, 0.5),
+            ttft_p99_s=percentile(counts.ttft_s, 0.99),
+            wall_s=wall_s,
+            refs_per_s=counts.references / wall_s,
+            conditions=self._conditions(),
+            bytes_read_per_useful_byte=self._read_per_useful(),
+            **prefetch_figures(self.core),
+        )
+
+    def _untimed(self) -> float | None:
+        if self.policy.eviction is None or self.policy.predictors:
+            return None
+        return untimed_hit_rate(self.requests, self.policy.eviction, self.capacity)
+
+    def _read_per_useful(self) -> float | None:
+        """Reads some host used: those of demand, and prefetches used for the first time."""
+        sources = self.counts.blocks
+        joined = sources["in_flight"] + sources["nvme"] - self._shared_reads
+        useful = (joined + sources["prefetched"]) * self.scenario.block_bytes
+        return self.device.bytes_read / useful if useful else None
+
+    def _conditions(self) -> dict[str, object]:
+        return {
+            "requests": len(self.requests),
+            "capacity_blocks": self.capacity,
+            **asdict(self.scenario),
+            "summary": self.policy.summary,
+            "eviction": self.policy.eviction,
+            "predictors": list(self.policy.predictors),
+            "touch_order": "tail first, when a prefill ends",
+            "reads_asked_ahead_per_request": 0,
+            "writes": "not charged",
+        }

@@ -1,0 +1,254 @@
+"""Every backend keeps the `Bdev` contract; what is special to one is tested below it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from dpurt.bdev import Bdev
+from dpurt.bdev.buffers import address_of, aligned_buffer
+from dpurt.bdev.factory import open_bdev
+from dpurt.bdev.file import FileBdev
+from dpurt.bdev.memory import MemoryBdev
+from dpurt.bdev.modelled import ModelledBdev
+from dpurt.core.device_model import DeviceProfile
+from dpurt.errors import BdevError, BdevTimeout, ConfigError
+from dpurt.testing.bdev_contract import MIN_BYTES, check_bdev
+from dpurt.testing.faulty_bdev import Fault, FaultyBdev
+
+FAST = DeviceProfile(
+    name="fast", read_latency_s=1e-4, write_latency_s=2e-4, read_bytes_per_s=2e9, write_bytes_per_s=1e9
+)
+FLAT = DeviceProfile(
+    name="flat",
+    read_latency_s=1.0,
+    write_latency_s=2.0,
+    read_bytes_per_s=4096.0,
+    write_bytes_per_s=2048.0,
+    jitter=0.0,
+)
+INF = float("inf")
+
+
+@contextlib.asynccontextmanager
+async def hung(bdev: Bdev) -> AsyncIterator[None]:
+    assert isinstance(bdev, FaultyBdev)
+    bdev.inject(Fault(op="read", kind="hang", count=10_000))
+    yield
+    bdev.clear()
+    bdev.resume()
+
+
+async def test_memory_keeps_the_contract() -> None:
+    async def make() -> Bdev:
+        return await open_bdev("memory", size_bytes=MIN_BYTES)
+
+    async def reopen(bdev: Bdev) -> Bdev:
+        assert isinstance(bdev, MemoryBdev)
+        return MemoryBdev(image=bdev.image)
+
+    await check_bdev(make, reopen=reopen)
+
+
+async def test_faulty_keeps_the_contract_even_when_it_hangs() -> None:
+    async def make() -> Bdev:
+        return FaultyBdev(MemoryBdev(MIN_BYTES, queue_depth=8))
+
+    await check_bdev(make, stall=hung)
+
+
+async def test_modelled_keeps_the_contract(autojump_clock: trio.testing.MockClock) -> None:
+    async def make() -> Bdev:
+        return await open_bdev("modelled", profile=FAST, size_bytes=MIN_BYTES, seed=1)
+
+    async def reopen(bdev: Bdev) -> Bdev:
+        assert isinstance(bdev, ModelledBdev)
+        return ModelledBdev(profile=FAST, image=bdev.image)
+
+    await check_bdev(make, reopen=reopen)
+
+
+async def test_file_keeps_the_contract(tmp_path: Path) -> None:
+    async def make() -> Bdev:
+        return await open_bdev("file", path=tmp_path / "disk", size_bytes=MIN_BYTES)
+
+    async def reopen(bdev: Bdev) -> Bdev:
+        return await open_bdev("file", path=bdev.info.detail["path"])
+
+    await check_bdev(make, reopen=reopen)
+
+
+async def test_file_keeps_the_contract_in_small_pieces_and_shallow(tmp_path: Path) -> None:
+    async def make() -> Bdev:
+        return await FileBdev.open(
+            tmp_path / "disk", size_bytes=MIN_BYTES, queue_depth=2, max_transfer_bytes=8192
+        )
+
+    await check_bdev(make)
+
+
+# --- file ---
+
+
+@pytest.fixture
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def picky(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        return real_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", picky)
+
+
+@pytest.mark.usefixtures("refuse_direct")
+async def test_file_falls_back_to_buffered_and_says_why(tmp_path: Path) -> None:
+    async def make() -> Bdev:
+        bdev = await FileBdev.open(tmp_path / "disk", size_bytes=MIN_BYTES)
+        assert "O_DIRECT" in bdev.info.detail["buffered"]
+        return bdev
+
+    await check_bdev(make)
+
+
+async def test_file_is_direct_where_the_file_system_allows(tmp_path: Path) -> None:
+    async with contextlib.aclosing(await FileBdev.open(tmp_path / "disk", size_bytes=1 << 20)) as bdev:
+        assert "buffered" not in bdev.info.detail
+
+
+async def test_file_occupies_its_full_size_from_the_start(tmp_path: Path) -> None:
+    async with contextlib.aclosing(await FileBdev.open(tmp_path / "disk", size_bytes=4 << 20)) as bdev:
+        assert bdev.info.size_bytes == 4 << 20
+        assert (tmp_path / "disk").stat().st_blocks * 512 >= 4 << 20
+
+
+async def test_file_in_use_is_refused(tmp_path: Path) -> None:
+    async with contextlib.aclosing(await FileBdev.open(tmp_path / "disk", size_bytes=1 << 20)):
+        with pytest.raises(BdevError, match="another process uses this file"):
+            await FileBdev.open(tmp_path / "disk")
+    await (await FileBdev.open(tmp_path / "disk")).aclose()
+
+
+async def test_missing_file_without_a_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BdevError, match="No such file"):
+        await FileBdev.open(tmp_path / "disk")
+    assert not (tmp_path / "disk").exists()
+
+
+async def test_a_larger_file_is_not_truncated(tmp_path: Path) -> None:
+    (tmp_path / "disk").write_bytes(b"x" * 65536)
+    async with contextlib.aclosing(await FileBdev.open(tmp_path / "disk", size_bytes=8192)) as bdev:
+        assert bdev.info.size_bytes == 8192
+    assert (tmp_path / "disk").stat().st_size == 65536
+
+
+async def test_file_cut_short_under_us_is_a_short_read(tmp_path: Path) -> None:
+    async with contextlib.aclosing(await FileBdev.open(tmp_path / "disk", size_bytes=65536)) as bdev:
+        os.truncate(tmp_path / "disk", 8192)
+        with pytest.raises(BdevError) as caught:
+            await bdev.read_into(0, [aligned_buffer(65536)], INF)
+        assert caught.value.status == "short"
+        assert bdev.stats.errors == 1
+
+
+# --- factory ---
+
+
+async def test_unknown_kind_and_parameters_are_named() -> None:
+    with pytest.raises(ConfigError, match="unknown kind 'tape'; known: file, memory, modelled"):
+        await open_bdev("tape")
+    with pytest.raises(ConfigError, match="colour"):
+        await open_bdev("memory", size_bytes=4096, colour="red")
+
+
+# --- modelled ---
+
+
+async def test_modelled_read_takes_latency_plus_transfer(autojump_clock: trio.testing.MockClock) -> None:
+    bdev = ModelledBdev(1 << 20, profile=FLAT)
+    start = trio.current_time()
+    await bdev.read_into(0, [aligned_buffer(8192)], INF)
+    assert trio.current_time() - start == pytest.approx(1.0 + 2.0)
+
+
+async def test_modelled_deep_queue_runs_at_the_bandwidth(autojump_clock: trio.testing.MockClock) -> None:
+    bdev = ModelledBdev(1 << 20, profile=FLAT)
+    start = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for i in range(32):
+            nursery.start_soon(bdev.read_into, i * 4096, [aligned_buffer(4096)], INF)
+    assert trio.current_time() - start == pytest.approx(32.0)
+
+
+async def test_modelled_times_repeat_by_seed(autojump_clock: trio.testing.MockClock) -> None:
+    async def elapsed(seed: int) -> float:
+        bdev = ModelledBdev(1 << 20, profile=FAST, seed=seed)
+        start = trio.current_time()
+        for _ in range(20):
+            await bdev.read_into(0, [aligned_buffer(4096)], INF)
+        return round(trio.current_time() - start, 9)
+
+    assert await elapsed(3) == await elapsed(3) != await elapsed(4)
+
+
+async def test_modelled_abandoned_read_still_lands_late(autojump_clock: trio.testing.MockClock) -> None:
+    bdev = ModelledBdev(1 << 20, profile=FLAT)
+    bdev.image[:4096] = b"k" * 4096
+    into = aligned_buffer(4096)
+    with pytest.raises(BdevTimeout) as caught:
+        await bdev.read_into(0, [into], trio.current_time() + 0.5)
+    assert trio.current_time() == pytest.approx(0.5)
+    assert not any(into)
+    await caught.value.settled()
+    assert trio.current_time() == pytest.approx(2.0)
+    assert into == b"k" * 4096
+
+
+# --- faults ---
+
+
+async def test_faults_do_what_they_say(autojump_clock: trio.testing.MockClock) -> None:
+    bdev = FaultyBdev(MemoryBdev(1 << 20))
+    data, into = aligned_buffer(8192), aligned_buffer(8192)
+    data[:] = b"d" * 8192
+    await bdev.write_from(0, [data], INF)
+
+    bdev.inject(Fault(op="read", kind="error", status="io_error"))
+    with pytest.raises(BdevError, match="injected"):
+        await bdev.read_into(0, [into], INF)
+
+    bdev.inject(Fault(op="read", kind="corrupt", at=5000))
+    await bdev.read_into(0, [into[:4096], into[4096:]], INF)
+    assert [i for i in range(8192) if into[i] != data[i]] == [5000]
+
+    bdev.inject(Fault(op="read", kind="delay", delay_s=2.0))
+    start = trio.current_time()
+    await bdev.read_into(0, [into], INF)
+    assert trio.current_time() - start == pytest.approx(2.0)
+
+    bdev.inject(Fault(op="write", kind="short"))
+    with pytest.raises(BdevError, match="short"):
+        await bdev.write_from(8192, [data], INF)
+    await bdev.read_into(8192, [into], INF)
+    assert into[:4096] == data[:4096]
+    assert not any(into[4096:])
+
+    bdev.inject(Fault(op="write", kind="corrupt", at=100))
+    await bdev.write_from(0, [data], INF)
+    await bdev.read_into(0, [into], INF)
+    assert into[100] == data[100] ^ 0xFF
+    assert data[100] == ord("d"), "the caller's buffer is not touched"
+
+
+def test_address_of_views() -> None:
+    buffer = aligned_buffer(8192)
+    assert address_of(buffer) % 4096 == 0
+    assert address_of(buffer[100:]) == address_of(buffer) + 100 == address_of(buffer[100:].toreadonly())
