@@ -95,7 +95,7 @@ class GatewayAgent(Actor[None]):
         with open_context() as context:
             async with trio.open_nursery() as self._nursery:
                 if gateway.curve is not None:
-                    await self._nursery.start(serve_zap, context, gateway.curve.authorized_keys())
+                    await self._nursery.start(serve_zap, context, self.config.authorized_keys())
                     options = SocketOptions(
                         max_message_bytes=gateway.max_message_bytes, linger_ms=200,
                         curve=CurveServer(gateway.curve.secret_key()),

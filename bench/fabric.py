@@ -1,8 +1,9 @@
-"""Arena to host: the shm fabric beside a plain memcpy of the same bytes, the tcp fabric beside Mooncake's TransferEngine.
+"""Arena to host: the shm fabric beside a plain memcpy of the same bytes, the tcp fabric beside Mooncake's
+TransferEngine.
 
-The node is another process on this machine; both sides of a pair read the same bytes from it, in turns. *batch* is one call for
-all blocks, *single* one call a block. Ours is timed on the host's Trio loop. Mooncake runs over its TCP transport, peer to peer, no metadata server.
-"""
+The node is another process on this machine; both sides of a pair read the same bytes from it, in turns.
+*batch* is one call for all blocks, *single* one call a block. Ours is timed on the host's Trio loop. Mooncake
+runs over its TCP transport, peer to peer, no metadata server."""
 
 from __future__ import annotations
 
@@ -218,7 +219,8 @@ def _rate(title: str, num_bytes: int, compared: Compared, peer: str, target: str
 
 @contextmanager
 def _process(*arguments: str) -> Iterator[dict[str, Any]]:
-    """Another process of this module, and the line of JSON it says when it is ready. It ends with its input."""
+    """Another process of this module, and the line of JSON it says when it is ready. It ends with its
+    input."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "dpurt.bench.fabric", *arguments],

@@ -20,10 +20,11 @@ class DpurtError(Exception):
 class ConfigError(DpurtError):
     """A configuration or topology file is wrong. `where` is a path into it, e.g. ``$.space[0].geometry``."""
 
-    def __init__(self, where: str, problem: str) -> None:
-        super().__init__(f"{where}: {problem}")
+    def __init__(self, where: str, problem: str, file: str = "") -> None:
+        super().__init__(f"{file}: {where}: {problem}" if file else f"{where}: {problem}")
         self.where = where
         self.problem = problem
+        self.file = file
 
 
 class ProtocolError(DpurtError):

@@ -34,8 +34,8 @@ from dpurt.bdev.factory import open_bdev
 from dpurt.config import Config
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.eviction import make_policy
-from dpurt.core.ledger import Ledger
-from dpurt.core.predictor import make_predictors
+from dpurt.core.ledger import Ledger, Totals
+from dpurt.core.predictor import make_predictor
 from dpurt.core.prefetch import PrefetchCore
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
@@ -67,6 +67,7 @@ class Node:
     async def run(self, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until `stop`. `task_status.started(endpoint)` once hosts may come. Raises ConfigError, BdevError."""
         self._wall_offset = time.time() - trio.current_time()
+        self.config.node.make_run_dir()
         self.bdev = bdev = await self._open_bdev()
         try:
             self.store = await self._open_store(bdev)
@@ -113,7 +114,7 @@ class Node:
 
     async def _open_bdev(self) -> Bdev:
         bdev = self.config.bdev[0]
-        return await open_bdev(bdev.kind, **bdev.open_params(self.config))
+        return await open_bdev(bdev.__struct_config__.tag, **bdev.open_params(self.config))
 
     async def _open_store(self, bdev: Bdev) -> BlockStore:
         spec = self.config.bdev[0]
@@ -154,7 +155,8 @@ class Node:
         if "shm" in wanted:
             fabrics["shm"] = ShmFabric(access, self.config.node.run_path / "shm.sock")
         if "tcp" in wanted:
-            fabrics["tcp"] = TcpFabric(access, *self.config.fabric.tcp_address())
+            host, port = self.config.fabric.tcp_address()
+            fabrics["tcp"] = TcpFabric(access, host=host, port=port)
         return fabrics
 
     def _make_spaces(self) -> None:
@@ -199,7 +201,7 @@ class Node:
             queue_depth=max(1, self.config.bdev[0].queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
-        predictors = make_predictors(prefetch.predictors, lookahead_blocks=prefetch.lookahead_blocks)
+        predictors = [make_predictor(name, prefetch.lookahead_blocks) for name in prefetch.predictors]
         return PrefetchCore(predictors, Arbiter(budget), Ledger(), self.staging)
 
     # --- restart and epochs ---
@@ -311,9 +313,14 @@ class Node:
         stats = core.stats()
         return {
             "enabled": 1, "waiting": stats.waiting, "flying": stats.flying, "sequences": stats.sequences,
-            "trust": dict(stats.trust), "total": stats.total.as_dict(),
-            "predictors": {name: totals.as_dict() for name, totals in stats.by_predictor.items()},
+            "trust": dict(stats.trust), "total": totals(stats.total),
+            "predictors": {name: totals(row) for name, row in stats.by_predictor.items()},
         }  # fmt: skip
+
+
+def totals(row: Totals) -> dict[str, object]:
+    """A row of the ledger, with what it amounts to."""
+    return {**asdict(row), "accuracy": row.accuracy, "coverage": row.coverage}
 
 
 def plain(stats: object) -> dict[str, object]:

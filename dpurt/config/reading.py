@@ -164,7 +164,7 @@ def _type_at(where: str, tree: object) -> inspect.Type:
             kind = next(field.type for field in kind.fields if field.encode_name == step)
         elif isinstance(kind, inspect.VarTupleType):
             kind = kind.item_type
-        value = value[step] if isinstance(value, (dict, list)) else None  # type: ignore[index, call-overload]
+        value = value[step] if isinstance(value, (dict, list)) else None  # type: ignore[index]
         kind = _choose(kind, value)
     return kind
 

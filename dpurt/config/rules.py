@@ -1,8 +1,7 @@
 """What must hold between the tables of a topology (`problems`), and what probably is not meant (`warnings`).
 
 Problems are (where, what) pairs in the order of the file, so that a reader fixes causes before consequences.
-Pure, but for asking nothing of the machine: whether *this* machine can run a topology is `dpurt.doctor`'s
-question.
+Nothing is asked of the machine here: whether *this* machine can run a topology is `dpurt.doctor`'s question.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ def _envelope(config: Config) -> Iterator[Problem]:
     if needed > config.envelope.dram_bytes:
         yield (
             "$.staging.bytes",
-            f"staging and the hosts' inbound regions take {needed:,} bytes of {config.envelope.dram_bytes:,} of DRAM",
+            f"staging and the hosts' inbound regions take {needed:,} bytes, DRAM has {config.envelope.dram_bytes:,}",
         )
 
 
@@ -230,15 +229,15 @@ def _small_staging(config: Config) -> Iterator[str]:
         window = 2 * config.prefetch.lookahead_blocks
         if config.prefetch.enabled and blocks < window:
             yield (
-                f"staging holds {blocks} blocks of space {space.name!r}, less than twice the prefetch lookahead "
-                f"({window}): it will limit the hit rate"
+                f"staging holds {blocks} blocks of space {space.name!r}, less than twice the prefetch "
+                f"lookahead ({window}): it will limit the hit rate"
             )
 
 
 def _weak_secrets(config: Config) -> Iterator[str]:
     for tenant in config.tenant:
         if tenant.salt is not None:
-            yield f"the salt of tenant {tenant.name!r} is written in the topology: for demos only, use salt_file"
+            yield f"the salt of tenant {tenant.name!r} stands in the topology: for demos only, use salt_file"
         if tenant.allow_empty_salt:
             yield f"tenant {tenant.name!r} has no salt: whoever knows a prompt can probe for it"
     for host in config.host:

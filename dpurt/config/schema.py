@@ -43,7 +43,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What all tables share."""
 
 
-class NodeConfig(Table, kw_only=True):
+class NodeConfig(Table, frozen=True, kw_only=True):
     """`run_dir` holds sockets and relative bdev paths."""
 
     name: Name = "dpurt"
@@ -52,7 +52,7 @@ class NodeConfig(Table, kw_only=True):
 
     @property
     def run_path(self) -> Path:
-        """`run_dir`, or a folder of our own per node name under the user's runtime or the temporary folder."""
+        """`run_dir`, or a folder per node name under the user's runtime folder or the temporary one."""
         if self.run_dir is not None:
             return Path(self.run_dir)
         if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -72,7 +72,7 @@ class NodeConfig(Table, kw_only=True):
         return path
 
 
-class CurveConfig(Table, kw_only=True):
+class CurveConfig(Table, frozen=True, kw_only=True):
     """Keys of the gateway; made with `dpurt keys generate`. Hosts' `public_key`s are authorised too."""
 
     secret_key_file: Text
@@ -88,7 +88,7 @@ class CurveConfig(Table, kw_only=True):
         return frozenset(folder) | frozenset(extra)
 
 
-class GatewayConfig(Table, kw_only=True):
+class GatewayConfig(Table, frozen=True, kw_only=True):
     """The clients' door. Anything but loopback and ipc needs `curve`."""
 
     bind: Text = "tcp://127.0.0.1:7571"
@@ -108,7 +108,7 @@ class GatewayConfig(Table, kw_only=True):
             )
 
 
-class StagingConfig(Table, kw_only=True):
+class StagingConfig(Table, frozen=True, kw_only=True):
     """DRAM for blocks on their way. `lease_s` bounds a pull lease."""
 
     bytes: Positive
@@ -116,7 +116,7 @@ class StagingConfig(Table, kw_only=True):
     lease_s: Seconds = 30.0
 
 
-class BdevConfig(Table, tag_field="kind"):
+class BdevConfig(Table, frozen=True, tag_field="kind"):
     """What every kind of bdev has. Subclasses: `FileBdevConfig`, `MemoryBdevConfig`, `ModelledBdevConfig`."""
 
     def open_params(self, config: Config) -> dict[str, object]:
@@ -130,7 +130,7 @@ class BdevConfig(Table, tag_field="kind"):
         raise NotImplementedError
 
 
-class FileBdevConfig(BdevConfig, kw_only=True, tag="file"):
+class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
     """A file or block device. Without `capacity_bytes` the cap is `size_bytes`, but at most 80 % of what is
     free.
     """
@@ -177,7 +177,7 @@ class FileBdevConfig(BdevConfig, kw_only=True, tag="file"):
         return cap
 
 
-class MemoryBdevConfig(BdevConfig, kw_only=True, tag="memory"):
+class MemoryBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="memory"):
     """Blocks in plain memory: for tests and trials."""
 
     name: Name
@@ -197,7 +197,7 @@ class MemoryBdevConfig(BdevConfig, kw_only=True, tag="memory"):
         return self.capacity_bytes or self.size_bytes
 
 
-class ProfileConfig(Table, kw_only=True):
+class ProfileConfig(Table, frozen=True, kw_only=True):
     """What a modelled device can do. `source` says where the figures come from."""
 
     read_latency_us: Micros
@@ -207,7 +207,7 @@ class ProfileConfig(Table, kw_only=True):
     source: str = ""
 
 
-class ModelledBdevConfig(BdevConfig, kw_only=True, tag="modelled"):
+class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
     """Memory that answers as slowly as a device of this profile would."""
 
     name: Name
@@ -236,7 +236,7 @@ class ModelledBdevConfig(BdevConfig, kw_only=True, tag="modelled"):
         return self.capacity_bytes or self.size_bytes
 
 
-class TenantConfig(Table, kw_only=True):
+class TenantConfig(Table, frozen=True, kw_only=True):
     """A tenant and where its secret salt is: exactly one of the three, or an explicit `allow_empty_salt`."""
 
     name: Name
@@ -274,7 +274,7 @@ class TenantConfig(Table, kw_only=True):
         return (self.salt or "").encode()
 
 
-class LayerGroupConfig(Table, kw_only=True):
+class LayerGroupConfig(Table, frozen=True, kw_only=True):
     """See `dpurt.core.identity.LayerGroup`: `part_bytes` is of one block of one shard."""
 
     name: Name
@@ -289,7 +289,7 @@ class LayerGroupConfig(Table, kw_only=True):
         return LayerGroup(**msgspec.structs.asdict(self))
 
 
-class GeometryConfig(Table, kw_only=True):
+class GeometryConfig(Table, frozen=True, kw_only=True):
     """See `dpurt.core.identity.Geometry`."""
 
     block_tokens: Positive
@@ -301,7 +301,7 @@ class GeometryConfig(Table, kw_only=True):
         return Geometry(block_tokens=self.block_tokens, groups=groups, token_bytes=self.token_bytes)
 
 
-class SpaceConfig(Table, kw_only=True):
+class SpaceConfig(Table, frozen=True, kw_only=True):
     """A space: see `dpurt.core.identity.Space`.
 
     `ttl_s` 0 means blocks do not age (the byte cap still reclaims them). `staging_share` is this space's part
@@ -349,7 +349,7 @@ class SpaceConfig(Table, kw_only=True):
         return RecordLayout.of(self.to_space(b"")).record_bytes
 
 
-class HostConfig(Table, kw_only=True):
+class HostConfig(Table, frozen=True, kw_only=True):
     """A GPU host that may connect. `fabrics`: best first. `public_key`: only the bearer of its secret may
     claim the name.
     """
@@ -363,7 +363,7 @@ class HostConfig(Table, kw_only=True):
     )
 
 
-class LinkConfig(Table, kw_only=True):
+class LinkConfig(Table, frozen=True, kw_only=True):
     """What a fabric can do between this node and a host."""
 
     host: Name
@@ -372,7 +372,7 @@ class LinkConfig(Table, kw_only=True):
     latency_us: Micros
 
 
-class FabricConfig(Table, kw_only=True):
+class FabricConfig(Table, frozen=True, kw_only=True):
     """Where the tcp fabric listens. Its links are opened with a secret from the control channel but not
     encrypted.
     """
@@ -385,11 +385,10 @@ class FabricConfig(Table, kw_only=True):
     def tcp_address(self) -> tuple[str, int]:
         """(host, port)."""
         url = urlsplit(self.tcp_bind)
-        assert url.hostname is not None and url.port is not None, "checked when made"
-        return url.hostname, url.port
+        return url.hostname or "", url.port or 0
 
 
-class PrefetchConfig(Table, kw_only=True):
+class PrefetchConfig(Table, frozen=True, kw_only=True):
     """Which predictors run, and the budget they compete for."""
 
     enabled: bool = True
@@ -400,7 +399,7 @@ class PrefetchConfig(Table, kw_only=True):
     min_probability: Share = 0.05
 
 
-class MetricsConfig(Table, kw_only=True):
+class MetricsConfig(Table, frozen=True, kw_only=True):
     """Prometheus text over HTTP on loopback, e.g. ``"127.0.0.1:9571"``; empty is off."""
 
     bind: str = ""
@@ -413,7 +412,7 @@ class MetricsConfig(Table, kw_only=True):
             raise ValueError(f"bind {self.bind!r} is not loopback, and the page has no authentication")
 
 
-class EnvelopeConfig(Table, kw_only=True):
+class EnvelopeConfig(Table, frozen=True, kw_only=True):
     """What the machine the node is meant for can do; with `model` true nothing here was measured on it."""
 
     cores: Positive
@@ -425,7 +424,7 @@ class EnvelopeConfig(Table, kw_only=True):
     source: Text
 
 
-class Config(Table, kw_only=True):
+class Config(Table, frozen=True, kw_only=True):
     """A whole topology, as seen by one node. Arrays of tables keep the file's order."""
 
     staging: StagingConfig

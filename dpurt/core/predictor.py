@@ -121,6 +121,7 @@ class SlidingWindow(_Drain):
     interests = frozenset({Arrived, Consumed, Paused, Resumed, Finished, SequenceGone})
     SURE = 0.98  # an arrived request may still be cancelled
     RATE_GAIN = 0.2
+    LESSON_GAIN = 0.02  # loads overlap, so each teaches little
 
     def __init__(self, lookahead_blocks: int = 16, block_s: float = 0.01) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class SlidingWindow(_Drain):
         if load.moved_at is not None:
             measured = (now - load.moved_at) / (cursor - load.cursor)
             load.block_s += self.RATE_GAIN * (measured - load.block_s)
-            self.block_s += self.RATE_GAIN * 0.1 * (measured - self.block_s)
+            self.block_s += self.LESSON_GAIN * (measured - self.block_s)
         load.moved_at = now
         load.cursor = cursor
         self._extend(sequence, load, now)
@@ -555,3 +556,17 @@ class CrossRequest(_Drain):
             self._fresh.append(
                 Prediction(block, WHOLE, start + i * block_s, probability, self.name, sequence, chain.owner)
             )
+
+
+_FIRST_FORM: dict[str, Callable[[int], Predictor]] = {
+    "sliding_window": lambda lookahead: SlidingWindow(lookahead_blocks=lookahead),
+    "hint": lambda _lookahead: Hints(),
+    "attention_prev": lambda _lookahead: AttentionPrevious(),
+    "attention_ewma": lambda _lookahead: AttentionEwma(),
+    "cross_request": lambda _lookahead: CrossRequest(),
+}
+
+
+def make_predictor(name: str, lookahead_blocks: int) -> Predictor:
+    """A predictor by its name, with its usual settings. Raises KeyError for an unknown one."""
+    return _FIRST_FORM[name](lookahead_blocks)

@@ -19,6 +19,9 @@ ones by a `CancelFetch`, all booked as cancelled before `handle` returns (U23). 
 (a conversation's predicted return) is cancelled by none. A sequence unheard of for `forget_s` is treated as
 gone.
 
+Protection. `is_wanted` names blocks a live sequence is expected to ask for; evict others first (U18). The
+interest ends with the first demand of the block, or `PROTECT_S` after the predicted need.
+
 Cost: in proportion to the event and the predictions it causes. Memory: live sequences, open jobs, the
 predictors' bounded tables.
 """
@@ -98,6 +101,8 @@ _USED = {Outcome.TIMELY: True, Outcome.LATE: True, Outcome.EARLY: False, Outcome
 class PrefetchCore:
     """See the module's docstring. One owner task; not thread-safe."""
 
+    PROTECT_S = 10.0
+
     def __init__(
         self,
         predictors: Sequence[Predictor],
@@ -114,6 +119,8 @@ class PrefetchCore:
         self._forget_s = forget_s
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # the one heard of longest ago first
         self._waiters: dict[int, set[int | None]] = {}  # job not landed -> sequences; None never leaves
+        self._wanted_until: dict[int, float] = {}
+        self._sweep_at = 1024  # expired interests are swept out when there are this many
         self._commands: list[Command] = []
         self._reactions: dict[type[Event], Callable[[Any, float], None]] = {
             Arrived: self._arrived,
@@ -163,6 +170,10 @@ class PrefetchCore:
             earliest = _sooner(earliest, oldest.heard_at + self._forget_s)
         return earliest
 
+    def is_wanted(self, block: int, now: float) -> bool:
+        """A live sequence is expected to ask for the block soon. Holds for the present call."""
+        return self._wanted_until.get(block, now) > now
+
     def stats(self) -> PrefetchStats:
         """A snapshot of counters. Costs a pass over the ledger's rows."""
         names = self.ledger.predictors()
@@ -186,6 +197,7 @@ class PrefetchCore:
             known.owner = event.owner
 
     def _demanded(self, event: Demanded, now: float) -> None:
+        self._wanted_until.pop(event.block, None)
         sequence = self._sequences.get(event.sequence)
         owner = sequence.owner if sequence else NOBODY
         self._settled(self.ledger.demanded(event.block, event.parts_mask, event.where, owner, now))
@@ -295,7 +307,18 @@ class PrefetchCore:
             self._listeners[kind] = listeners
         return listeners
 
+    def _protect(self, predictions: Iterable[Prediction], now: float) -> None:
+        wanted = self._wanted_until
+        for prediction in predictions:
+            if prediction.sequence is not None:
+                until = prediction.need_by + self.PROTECT_S
+                wanted[prediction.block] = max(until, wanted.get(prediction.block, until))
+        if len(wanted) > self._sweep_at:
+            self._wanted_until = {block: until for block, until in wanted.items() if until > now}
+            self._sweep_at = 2 * len(self._wanted_until) + 1024
+
     def _plan(self, predictions: list[Prediction], now: float) -> None:
+        self._protect(predictions, now)
         plan = self.arbiter.plan(predictions, self._view, now)
         for job in plan.admitted:
             self._open(job)

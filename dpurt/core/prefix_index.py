@@ -397,7 +397,7 @@ class PrefixIndex:
         """In no tier, own or host's, and unpinned."""
         rows = self.table.where[ids]
         hosts = rows[:, :FIRST_SLOT].any(axis=1)
-        return ~(hosts | (rows[:, FIRST_SLOT:] >= 0).any(axis=1) | (self.table.pins[ids] > 9))
+        return ~(hosts | (rows[:, FIRST_SLOT:] >= 0).any(axis=1) | (self.table.pins[ids] > 0))
 
     def _forget_if_nowhere(self, ids: I32, now: float) -> Dropped:
         ids = np.unique(ids)

@@ -430,7 +430,7 @@ class SegmentLog:
 
     def _free_if_dead(self, index: int) -> None:
         segment = self._segments[index]
-        if segment.state is _State.FULL and not segment.live:
+        if segment.state is _State.FULL and not segment.live and not segment.holds:
             segment.state, segment.header, segment.is_live = _State.FREE, None, bytearray()
             segment.cursor = 0
             self._free.appendleft(index)  # the longest-free is reused first: wear is spread

@@ -99,7 +99,7 @@ from typing import NamedTuple
 from dpurt.core.eviction import EvictionPolicy, Protect
 from dpurt.core.identity import MAX_PARTS
 
-__all__ = ["Ended", "PoolStats", "SlotInfo", "SlotState", "StagingPool", "Taken"]
+__all__ = ["Ended", "LeaseInfo", "PoolStats", "SlotInfo", "SlotState", "StagingPool", "Taken"]
 
 
 class SlotState(enum.IntEnum):
@@ -125,6 +125,13 @@ class Taken(NamedTuple):
     generation: int
     to_fill: int
     evicted: int | None
+
+
+class LeaseInfo(NamedTuple):
+    """A live lease."""
+
+    owner: int
+    slot: int
 
 
 class Ended(NamedTuple):
@@ -269,6 +276,11 @@ class StagingPool:
     @property
     def num_slots(self) -> int:
         return len(self._slots)
+
+    @property
+    def num_available(self) -> int:
+        """Slots a new block could have now: free or evictable."""
+        return len(self._free) + self._num_evictable
 
     @property
     def all_parts(self) -> int:
@@ -454,6 +466,11 @@ class StagingPool:
         """Whether this lease lives at `now` and is for this slot."""
         held = self._leases.get(lease)
         return held is not None and held.slot.index == slot and not held.has_ended(now)
+
+    def lease_info(self, lease: int) -> LeaseInfo | None:
+        """Whose a live lease is, and on which slot; None when it has ended."""
+        held = self._leases.get(lease)
+        return None if held is None else LeaseInfo(held.owner, held.slot.index)
 
     def release(self, lease: int) -> bool:
         """End a lease. False, counted and otherwise without effect, if it has ended already."""

@@ -1,12 +1,12 @@
 """Fabrics: how block bytes move between a node and a GPU host.
 
-Implementations: `memory` (tests), `shm` (same machine: the host maps the arena), `tcp` (anywhere). RDMA verbs comes beside
-them. `dpurt.testing.check_fabric` is the contract as a test suite.
+Implementations: `memory` (tests), `shm` (same machine: the host maps the arena), `tcp` (anywhere). RDMA verbs
+comes beside them. `dpurt.testing.check_fabric` is the contract as a test suite.
 
-Two sides. The **node** side (`Fabric`) owns the arena's regions and decides who may touch what. The **host** side
-(`Endpoint`) pulls leased ranges, writes into its own inbound region, and offers *landing* buffers the node may push into.
-Control (leases, reservations, descriptors) travels on the ZeroMQ channel; a fabric link is opened with the secret `token` that
-came in the authenticated `hello` reply. Only bytes move here.
+Two sides. The **node** side (`Fabric`) owns the arena's regions and decides who may touch what. The **host**
+side (`Endpoint`) pulls leased ranges, writes into its own inbound region, and offers *landing* buffers the
+node may push into. Control (leases, reservations, descriptors) travels on the ZeroMQ channel; a fabric link
+is opened with the secret `token` that came in the authenticated `hello` reply. Only bytes move here.
 
 Deadlines are absolute times of `trio.current_time()`.
 """
@@ -38,7 +38,8 @@ Address = Mapping[str, str | int]
 
 @runtime_checkable
 class MemoryRegion(Protocol):
-    """A contiguous, page-aligned, shareable piece of memory. `dpurt.fabric.region.MemfdRegion` is the arena's.
+    """A contiguous, page-aligned, shareable piece of memory. `dpurt.fabric.region.MemfdRegion` is the
+    arena's.
 
     `fd` is a memfd where the memory has one, else -1. Device memory (dma-buf) would implement the same.
     """
@@ -78,8 +79,8 @@ class Piece:
 class FabricStats:
     """Plain counters of one side of a fabric: one per call or request, bytes of those that ended well.
 
-    A node sees pulls and stores only where it takes part in them: not over shm, where the host copies by itself.
-    """
+    A node sees pulls and stores only where it takes part in them: not over shm, where the host copies by
+    itself."""
 
     links: int = 0  # open now
     pulls: int = 0
@@ -107,9 +108,9 @@ class FabricStats:
 class AccessCheck(Protocol):
     """The node's word on each remote access. Synchronous, on the node's Trio thread.
 
-    `begin` returns True when session `session` may access that range under that lease now, and then the range stays
-    untouched by others until `end` is called exactly once with the same arguments (transfer done, failed or abandoned).
-    """
+    `begin` returns True when session `session` may access that range under that lease now, and then the range
+    stays untouched by others until `end` is called exactly once with the same arguments (transfer done,
+    failed or abandoned)."""
 
     def begin(self, session: int, op: str, region_id: int, offset: int, length: int, lease: int) -> bool: ...
 
@@ -134,12 +135,13 @@ class Link(Protocol):
     async def push(self, pieces: Sequence[tuple[memoryview, int, int]], deadline: float) -> None:
         """Copy each (source, landing region id, landing offset) into the host's memory, in order.
 
-        On return the bytes are in the host's memory. Raises FabricError (bytes done; the host discards) otherwise.
-        """
+        On return the bytes are in the host's memory. Raises FabricError (bytes done; the host discards)
+        otherwise."""
         ...
 
     def close(self, reason: str = "closed by the node") -> None:
-        """Cut the host off. Transfers in flight fail; their `AccessCheck.end` is still called, and `on_link_closed` after."""
+        """Cut the host off. Transfers in flight fail; their `AccessCheck.end` is still called, and
+        `on_link_closed` after."""
         ...
 
 
@@ -153,19 +155,22 @@ class Fabric(Protocol):
     def stats(self) -> FabricStats: ...
 
     def add_region(self, region: MemoryRegion, readers: frozenset[int] | None, writer: int | None) -> None:
-        """Offer a region. `readers`: session numbers that may map or read it (None: decided by AccessCheck alone);
-        `writer`: the one session that may write it (an inbound region), or None."""
+        """Offer a region. `readers`: session numbers that may map or read it (None: decided by AccessCheck
+        alone); `writer`: the one session that may write it (an inbound region), or None."""
         ...
 
     def remove_region(self, region_id: int) -> None:
-        """Stop offering a region (an inbound one whose host is gone). Transfers in flight go on; later ones are refused."""
+        """Stop offering a region (an inbound one whose host is gone). Transfers in flight go on; later ones
+        are refused."""
         ...
 
     def admit(self, session: int, token: bytes, regions: Sequence[int], writable: Sequence[int]) -> None:
-        """Let the bearer of `token` open a link as `session`, to read `regions` and write `writable` region ids.
+        """Let the bearer of `token` open a link as `session`, to read `regions` and write `writable` region
+        ids.
 
-        A token is a secret of 16 to 64 bytes. It opens one link at a time, until `expel`. Over shm a link maps what is
-        granted and offered when it opens. ValueError: the session is admitted already, or the token's length."""
+        A token is a secret of 16 to 64 bytes. It opens one link at a time, until `expel`. Over shm a link
+        maps what is granted and offered when it opens. ValueError: the session is admitted already, or the
+        token's length."""
         ...
 
     def expel(self, session: int) -> None:
@@ -182,17 +187,18 @@ class Fabric(Protocol):
         *,
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Accept links until cancelled; `task_status.started(address)` gives the address map that `hello` replies carry
-        (plain strings and ints). `on_link_closed(session)` is called, on the Trio thread, once the session's process
-        provably no longer reads or writes the node's memory through this link (EOF seen, transfers ended). Cancelling
-        `serve` closes every link and reports those of which that can be said: a host that maps the memory (shm) may
-        still do so, and is not reported."""
+        """Accept links until cancelled; `task_status.started(address)` gives the address map that `hello`
+        replies carry (plain strings and ints). `on_link_closed(session)` is called, on the Trio thread, once
+        the session's process provably no longer reads or writes the node's memory through this link (EOF
+        seen, transfers ended). Cancelling `serve` closes every link and reports those of which that can be
+        said: a host that maps the memory (shm) may still do so, and is not reported."""
         ...
 
 
 @runtime_checkable
 class Endpoint(Protocol):
-    """The host side: one open link to a node, made by `connect`. All calls on the Trio thread that made it."""
+    """The host side: one open link to a node, made by `connect`. All calls on the Trio thread that made
+    it."""
 
     kind: str
 
@@ -200,7 +206,8 @@ class Endpoint(Protocol):
     def stats(self) -> FabricStats: ...
 
     async def pull(self, pieces: Sequence[Piece], deadline: float) -> None:
-        """Copy each piece's remote range into `piece.local`. All or an error; on error no local byte may be used."""
+        """Copy each piece's remote range into `piece.local`. All or an error; on error no local byte may be
+        used."""
         ...
 
     async def store(self, pieces: Sequence[Piece], deadline: float) -> None:
@@ -208,12 +215,14 @@ class Endpoint(Protocol):
         ...
 
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
-        """A read-only view of the node's memory without a copy, or None where the fabric cannot (tcp). Valid only while
-        the caller holds the lease; the memory is the node's. Raises RemoteAccessError as `pull` would."""
+        """A read-only view of the node's memory without a copy, or None where the fabric cannot (tcp). Valid
+        only while the caller holds the lease; the memory is the node's. Raises RemoteAccessError as `pull`
+        would."""
         ...
 
     def landing(self, size: int) -> MemoryRegion:
-        """Make and offer a landing region the node may push into. Synchronous; usable in a control message at once.
+        """Make and offer a landing region the node may push into. Synchronous; usable in a control message at
+        once.
 
         The endpoint owns it: it is closed with it. Region ids count from 1 per endpoint."""
         ...
@@ -226,8 +235,8 @@ class Endpoint(Protocol):
 async def connect(kind: str, address: Address, session: int, token: bytes, deadline: float) -> Endpoint:
     """Open a link to a node's fabric of that kind, at the address its `hello` reply gave.
 
-    Raises NodeUnavailable (nobody there in time, or no room), RemoteProtocolError ``"denied"`` (session or token).
-    """
+    Raises NodeUnavailable (nobody there in time, or no room), RemoteProtocolError ``"denied"`` (session or
+    token)."""
     if kind not in ("memory", "shm", "tcp"):
         raise ValueError(f"no fabric of kind {kind!r}")
     module = importlib.import_module(f"dpurt.fabric.{kind}")  # they import this one

@@ -1,10 +1,10 @@
 """Who may touch what: the node's table of regions and sessions, shared by every fabric.
 
-A pure core: no sockets, no clock. A session may read a region when `admit` granted it *and* the region's `readers` allow
-it; it may write a region only when it is that region's one `writer` and `admit` said so. Bounds come next, and the
-AccessCheck (leases) last, so that it only ever sees ranges that exist. `claim` is the one way in: it begins every range
-of a request or none, and ends each exactly once, however the transfer ends.
-"""
+A pure core: no sockets, no clock. A session may read a region when `admit` granted it *and* the region's
+`readers` allow it; it may write a region only when it is that region's one `writer` and `admit` said so.
+Bounds come next, and the AccessCheck (leases) last, so that it only ever sees ranges that exist. `claim` is
+the one way in: it begins every range of a request or none, and ends each exactly once, however the transfer
+ends."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class AccessTable:
 
     @contextmanager
     def claim(self, session: int, op: str, entries: Sequence[Entry]) -> Iterator[list[memoryview]]:
-        """Begin every entry and give their bytes; on exit end every entry. Raises Refused, with none begun."""
+        """Begin every entry and give their bytes; on exit end every entry. Raises Refused, with none
+        begun."""
         begun: list[Entry] = []
         try:
             views = []

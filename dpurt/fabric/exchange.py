@@ -1,7 +1,8 @@
 """One connection's conversation: a `Requester` at one end, `respond` at the other.
 
-The host requests pulls and stores of the node; the node requests pushes of the host, on a second connection. Both are this
-one exchange. Requests are answered in order, so they need no tags, and several may be under way.
+The host requests pulls and stores of the node; the node requests pushes of the host, on a second connection.
+Both are this one exchange. Requests are answered in order, so they need no tags, and several may be under
+way.
 
 A cancelled or late request leaves the conversation intact whenever it can:
 
@@ -10,9 +11,9 @@ A cancelled or late request leaves the conversation intact whenever it can:
     reply outstanding     the caller gets its answer at once; a background task reads the rest of the reply into scratch
                           memory, never into the caller's, and cuts the link if that takes longer than `DRAIN_S`
 
-`respond` reads requests, has them allowed, moves the bytes. A peer that is slow beyond `Pace`, or sends what is no frame,
-ends the exchange with a FabricError that says why; a refused request is answered and the exchange goes on.
-"""
+`respond` reads requests, has them allowed, moves the bytes. A peer that is slow beyond `Pace`, or sends what
+is no frame, ends the exchange with a FabricError that says why; a refused request is answered and the
+exchange goes on."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ class Requester:
         received: Sequence[memoryview],
         deadline: float,
     ) -> None:
-        """One request and its reply. Raises FabricError, RemoteAccessError; no buffer is touched after it returns."""
+        """One request and its reply. Raises FabricError, RemoteAccessError; no buffer is touched after it
+        returns."""
         reply = await self._send(op, entries, sent, received, deadline)
         status, index = await self._receive(op, reply, deadline)
         if status != OK:
@@ -194,7 +196,8 @@ class Service:
 
 
 async def respond(wire: Wire, service: Service) -> None:
-    """Serve requests until the peer ends the connection between two of them. Raises FabricError for any other end."""
+    """Serve requests until the peer ends the connection between two of them. Raises FabricError for any other
+    end."""
     while not await wire.at_end():
         try:
             with _in_time(wire, "request head", 0, service.pace):

@@ -1,4 +1,5 @@
-"""The tcp fabric's frames, and the hello that shm shares: a pure codec. `dpurt.fabric.tcp` shows the whole protocol and a client in a dozen lines.
+"""The tcp fabric's frames, and the hello that shm shares: a pure codec. `dpurt.fabric.tcp` shows the whole
+protocol and a client in a dozen lines.
 
 All numbers are little-endian. One request frame serves all three operations, whoever sends it:
 

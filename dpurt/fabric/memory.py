@@ -1,9 +1,8 @@
 """The memory fabric: node and host in one process. A fake with honest semantics, for tests and the demo.
 
-It asks the AccessCheck for every pull and store, as tcp does, and can give views, as shm does. Every operation lets other
-tasks run once while its ranges are claimed, so that a test can cancel, expel or close in the middle. Nothing is copied unless
-all of it is.
-"""
+It asks the AccessCheck for every pull and store, as tcp does, and can give views, as shm does. Every
+operation lets other tasks run once while its ranges are claimed, so that a test can cancel, expel or close in
+the middle. Nothing is copied unless all of it is."""
 
 from __future__ import annotations
 

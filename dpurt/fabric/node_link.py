@@ -1,8 +1,8 @@
-"""What every fabric's node side has in common: regions, admissions, the set of links, and reporting their end.
+"""What every fabric's node side has in common: regions, admissions, the set of links, and reporting their
+end.
 
-Each kind adds how a host connects and how bytes move. `on_link_closed` is called exactly once per link that was opened, by
-`_gone`, when the kind says that the host can no longer touch the node's memory through it.
-"""
+Each kind adds how a host connects and how bytes move. `on_link_closed` is called exactly once per link that
+was opened, by `_gone`, when the kind says that the host can no longer touch the node's memory through it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ L = TypeVar("L", bound=Link)
 
 
 class FabricBase(Generic[L]):
-    """The Fabric surface without `serve`. `_links` holds each link until it is *gone*, so a session has one at most."""
+    """The Fabric surface without `serve`. `_links` holds each link until it is *gone*, so a session has one
+    at most."""
 
     def __init__(self, access: AccessCheck, max_links: int) -> None:
         self._table = AccessTable(access)

@@ -1,15 +1,17 @@
 """Memfd regions: the arena's memory, made once, mapped by whoever may see it.
 
-Theory of operation. A region is one anonymous file (memfd), allocated in full when it is made, so that a machine without
-room says so at start-up and not with a SIGBUS later. It is sealed against shrinking and growing (a peer that holds a
-descriptor cannot pull the pages from under us) and against more seals. It is *not* sealed against writing: a vhost-user
-backend must map it writable. A host that may only read gets a descriptor re-opened read-only; together with mode 0600
-that is a wall between user ids, and a guard against bugs within one.
+Theory of operation. A region is one anonymous file (memfd), allocated in full when it is made, so that a
+machine without room says so at start-up and not with a SIGBUS later. It is sealed against shrinking and
+growing (a peer that holds a descriptor cannot pull the pages from under us) and against more seals. It is
+*not* sealed against writing: a vhost-user backend must map it writable. A host that may only read gets a
+descriptor re-opened read-only; together with mode 0600 that is a wall between user ids, and a guard against
+bugs within one.
 
-Huge pages are taken when the machine has them; where it does not, `huge_pages_refused` says why in words for `doctor`.
+Huge pages are taken when the machine has them; where it does not, `huge_pages_refused` says why in words for
+`doctor`.
 
-Leaves to others: who may map what (`dpurt.fabric.access`), how descriptors travel (`dpurt.fabric.shm`), slots (staging).
-"""
+Leaves to others: who may map what (`dpurt.fabric.access`), how descriptors travel (`dpurt.fabric.shm`), slots
+(staging)."""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class MemfdRegion:
-    """One memfd, mapped writable. `size` is the asked size rounded up to whole pages; the first byte is page-aligned.
+    """One memfd, mapped writable. `size` is the asked size rounded up to whole pages; the first byte is
+    page-aligned.
 
     Raises ConfigError when the memory cannot be had (or huge pages, if `huge_pages=True` insists on them).
     """
@@ -48,6 +51,7 @@ class MemfdRegion:
         if self._map is None and huge_pages is True:
             raise ConfigError(f"region {name}", f"huge pages required, but {self.huge_pages_refused}")
         if self._map is None:
+            _check_available(name, size)
             self._take_pages(size, mmap.PAGESIZE, 0)
         assert self._map is not None
         self._view: memoryview | None = memoryview(self._map)
@@ -62,7 +66,8 @@ class MemfdRegion:
 
     @property
     def view(self) -> memoryview:
-        """The whole region, writable, format ``"B"``. Slices of it stay valid after `close`, which then frees later."""
+        """The whole region, writable, format ``"B"``. Slices of it stay valid after `close`, which then frees
+        later."""
         if self._view is None:
             raise ValueError(f"region {self.name} is closed")
         return self._view
@@ -73,11 +78,13 @@ class MemfdRegion:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
     def open_readonly(self) -> int:
-        """A new descriptor (the caller's to close) through which the region can be mapped for reading only."""
+        """A new descriptor (the caller's to close) through which the region can be mapped for reading
+        only."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> bool:
-        """Give the memory back. Idempotent. False: somebody still holds a view; the memory goes with the last one."""
+        """Give the memory back. Idempotent. False: somebody still holds a view; the memory goes with the last
+        one."""
         if self._view is None or self._map is None:
             return True
         os.close(self.fd)
@@ -108,6 +115,13 @@ class MemfdRegion:
             os.close(self.fd)
             self.fd = -1
             raise ConfigError(f"region {self.name}", f"cannot allocate {self.size} bytes: {error}") from error
+
+
+def _check_available(name: str, size: int) -> None:
+    """Asked for too much, the kernel would not refuse: it would kill somebody."""
+    available = int(_meminfo("MemAvailable").split()[0]) * 1024
+    if size > available:
+        raise ConfigError(f"region {name}", f"cannot allocate {size} bytes: {available} are available")
 
 
 def _allocate(fd: int, size: int) -> mmap.mmap:

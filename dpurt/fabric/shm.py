@@ -1,25 +1,27 @@
 """The shm fabric: a host on the same machine maps the arena; nothing is copied unless the host asks for it.
 
-A link is one Unix `SOCK_SEQPACKET` connection (message boundaries, and descriptors ride along), in a directory only the node's
-user can enter. Little-endian messages:
+A link is one Unix `SOCK_SEQPACKET` connection (message boundaries, and descriptors ride along), in a
+directory only the node's user can enter. Little-endian messages:
 
     host -> node  hello    "DPS1", 0 u16, token length u16, session u64, token
     node -> host  reply    "DPS1", status u32, count u32
                   region   region id u64, size u64, writable u32          + its descriptor; `count` such messages
     host -> node  landing  "LAND", 0 u32, landing id u64, size u64        + its descriptor, sealed against shrinking
 
-Theory of operation. The host gets read-only descriptors of the regions its session may read and a writable one of its own
-inbound region. From then on it reads and writes by itself, so **leases are not checked per access here**: the node cannot. A
-lease used over shm must be held until it is released or the link ends. End of file on the socket is the proof: the host's
-process is gone, or its endpoint has unmapped everything (`aclose` keeps the socket open while a view is alive). Only then
-is `on_link_closed` called. A node that cuts a host off shuts its own direction down: the endpoint sees that, lets go, and the
-end of file follows; `is_open` is False at once.
+Theory of operation. The host gets read-only descriptors of the regions its session may read and a writable
+one of its own inbound region. From then on it reads and writes by itself, so **leases are not checked per
+access here**: the node cannot. A lease used over shm must be held until it is released or the link ends. End
+of file on the socket is the proof: the host's process is gone, or its endpoint has unmapped everything
+(`aclose` keeps the socket open while a view is alive). Only then is `on_link_closed` called. A node that cuts
+a host off shuts its own direction down: the endpoint sees that, lets go, and the end of file follows;
+`is_open` is False at once.
 
-A push is a memcpy into the host's landing memfd, which the node maps after checking that the host can not shrink it.
+A push is a memcpy into the host's landing memfd, which the node maps after checking that the host can not
+shrink it.
 
-Trust: within one user id, read-only is a guard against bugs, not against malice (the owner of a memfd may reopen it); a
-session maps only regions of its own trust domain, so a dishonest host can harm that domain and its own link.
-"""
+Trust: within one user id, read-only is a guard against bugs, not against malice (the owner of a memfd may
+reopen it); a session maps only regions of its own trust domain, so a dishonest host can harm that domain and
+its own link."""
 
 from __future__ import annotations
 
@@ -27,9 +29,7 @@ import fcntl
 import mmap
 import os
 import socket
-import stat
 import struct
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,14 +39,13 @@ from typing import NoReturn
 import trio
 
 from dpurt.errors import (
-    ConfigError,
     FabricError,
     NodeUnavailable,
     RemoteAccessError,
     RemoteProtocolError,
 )
 from dpurt.fabric import AccessCheck, Address, FabricStats, MemoryRegion, Piece
-from dpurt.fabric.access import MAX_TOKEN_BYTES, within
+from dpurt.fabric.access import within
 from dpurt.fabric.copying import copy_all
 from dpurt.fabric.frames import (
     BUSY,
@@ -60,6 +59,7 @@ from dpurt.fabric.frames import (
 )
 from dpurt.fabric.node_link import FabricBase
 from dpurt.fabric.region import MemfdRegion, map_readonly, map_writable
+from dpurt.fabric.seqpacket import Channel, dial, listening
 from dpurt.fabric.wire import accept
 
 __all__ = ["ShmEndpoint", "ShmFabric", "ShmLimits", "ShmLink", "connect"]
@@ -70,7 +70,6 @@ REGION = struct.Struct("<QQI")  # id, size, writable
 LANDING = struct.Struct("<4sIQQ")  # magic, 0, id, size
 LANDING_MAGIC = b"LAND"
 
-_MESSAGE_BYTES = HELLO.size + MAX_TOKEN_BYTES
 _DISCARD_PAUSE_S = 0.05
 
 
@@ -85,79 +84,11 @@ class ShmLimits:
     max_landing_bytes: int = 1 << 40
 
 
-class _Channel:
-    """A SEQPACKET socket under Trio: whole messages, each with at most one descriptor."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self.sock = sock
-
-    async def send(self, message: bytes, fd: int = -1) -> None:
-        while True:
-            try:
-                self.send_now(message, fd)
-            except BlockingIOError:
-                await trio.lowlevel.wait_writable(self.sock)
-            else:
-                return
-
-    def send_now(self, message: bytes, fd: int = -1) -> None:
-        """Raises BlockingIOError."""
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))] if fd >= 0 else []
-        self.sock.sendmsg([message], ancillary, socket.MSG_NOSIGNAL)
-
-    async def receive(self) -> tuple[bytes, int]:
-        """(message, descriptor or -1); an empty message is the end. The descriptor is the caller's to close."""
-        try:
-            while True:
-                try:
-                    return self._receive_now()
-                except BlockingIOError:
-                    await trio.lowlevel.wait_readable(self.sock)
-        except (ConnectionError, trio.ClosedResourceError):
-            return b"", -1
-
-    def _receive_now(self) -> tuple[bytes, int]:
-        space = socket.CMSG_SPACE(struct.calcsize("2i"))
-        message, ancillary, _, _ = self.sock.recvmsg(_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
-        fds = [fd for *_, data in ancillary for fd in memoryview(data).cast("i")]
-        for extra in fds[1:]:
-            os.close(extra)
-        return message, fds[0] if fds else -1
-
-    def close(self) -> None:
-        if self.sock.fileno() >= 0:
-            trio.lowlevel.notify_closing(self.sock)
-            self.sock.close()
-
-    def close_after(self, mappings: Sequence[mmap.mmap]) -> None:
-        """Wake who waits here now; close when the last of the mappings is gone, whichever thread drops it."""
-        if self.sock.fileno() < 0:
-            return
-        trio.lowlevel.notify_closing(self.sock)
-        closing = _Countdown(len(mappings), self.sock.close)
-        for mapping in mappings:
-            weakref.finalize(mapping, closing.tick)
-
-
-class _Countdown:
-    """Calls `done` after `count` ticks; at once when there are none to wait for."""
-
-    def __init__(self, count: int, done: Callable[[], None]) -> None:
-        self._count = count + 1
-        self._done = done
-        self.tick()
-
-    def tick(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._done()
-
-
 class ShmLink:
-    """The node's end. It stays in the fabric's table after `close` until the host's end of file proves it gone."""
+    """The node's end. It stays in the fabric's table after `close` until the host's end of file proves it
+    gone."""
 
-    def __init__(self, session: int, channel: _Channel, stats: FabricStats, limits: ShmLimits) -> None:
+    def __init__(self, session: int, channel: Channel, stats: FabricStats, limits: ShmLimits) -> None:
         self.session = session
         self.close_reason: str | None = None
         self._channel = channel
@@ -294,7 +225,8 @@ def _descriptor(region: MemoryRegion, writable: bool) -> Iterator[int]:
 
 
 class ShmFabric(FabricBase[ShmLink]):
-    """The node side. `path`: of the socket, in a directory of ours that nobody else may enter. Regions need an fd."""
+    """The node side. `path`: of the socket, in a directory of ours that nobody else may enter. Regions need
+    an fd."""
 
     kind = "shm"
 
@@ -316,11 +248,11 @@ class ShmFabric(FabricBase[ShmLink]):
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         self._on_link_closed = on_link_closed
-        with _listening(self._path) as listening:
+        with listening(self._path) as listener:
             async with trio.open_nursery() as nursery:
                 task_status.started({"path": str(self._path)})
                 while True:
-                    sock = await accept(listening)
+                    sock = await accept(listener)
                     if self._greeting >= self._limits.max_greeting:
                         self._stats.refused += 1
                         sock.close()
@@ -330,7 +262,7 @@ class ShmFabric(FabricBase[ShmLink]):
                     await trio.lowlevel.checkpoint()  # a flood of connections must not starve the loop
 
     async def _serve_connection(self, sock: socket.socket) -> None:
-        channel = _Channel(sock)
+        channel = Channel(sock)
         try:
             link = await self._greet(channel)
             if link is not None:
@@ -347,7 +279,7 @@ class ShmFabric(FabricBase[ShmLink]):
             link.close("the node stopped serving")
             self._gone(link, report=saw_end)  # without an end of file the host may still map our memory
 
-    async def _greet(self, channel: _Channel) -> ShmLink | None:
+    async def _greet(self, channel: Channel) -> ShmLink | None:
         status = MALFORMED
         try:
             with trio.move_on_after(self._limits.hello_s):
@@ -372,7 +304,7 @@ class ShmFabric(FabricBase[ShmLink]):
             return DENIED
         return WELCOME if self._has_room(session) else BUSY
 
-    def _turn_away(self, channel: _Channel, status: int) -> None:
+    def _turn_away(self, channel: Channel, status: int) -> None:
         if status == MALFORMED:
             self._stats.errors += 1
         else:
@@ -391,38 +323,6 @@ def _decode_hello(message: bytes) -> tuple[int, bytes]:
     if len(token) != token_bytes:
         raise RemoteProtocolError("malformed", "a hello's token has another length than it says")
     return session, token
-
-
-@contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
-    """A socket at `path`, mode 0600, removed at exit. A stale one of a dead node is replaced, a live one is not."""
-    where = path.parent.stat()
-    if where.st_uid != os.geteuid() or stat.S_IMODE(where.st_mode) & 0o077:
-        raise ConfigError(str(path), "the directory must be ours, with mode 0700")
-    _remove_stale(path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.bind(str(path))
-        try:
-            path.chmod(0o600)
-            sock.listen(128)
-            sock.setblocking(False)
-            yield sock
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _remove_stale(path: Path) -> None:
-    if not path.exists():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except OSError as error:
-            raise ConfigError(str(path), f"exists and is no fabric's socket: {error}") from error
-    raise ConfigError(str(path), "another node serves there")
 
 
 # --- the host --------------------------------------------------------------------------------------------------------
@@ -449,7 +349,7 @@ class ShmEndpoint:
 
     kind = "shm"
 
-    def __init__(self, channel: _Channel, where: str, mappings: dict[int, _Mapping]) -> None:
+    def __init__(self, channel: Channel, where: str, mappings: dict[int, _Mapping]) -> None:
         self._channel = channel
         self._where = where
         self._mappings = mappings
@@ -554,7 +454,7 @@ async def connect(address: Address, session: int, token: bytes, deadline: float)
     """Open a link and map its regions. Raises NodeUnavailable, RemoteProtocolError."""
     where = f"shm:{address['path']}"
     with trio.CancelScope(deadline=deadline):
-        channel = await _dial(str(address["path"]), where)
+        channel = await dial(str(address["path"]), where)
         try:
             await channel.send(encode_hello(MAGIC, 0, session, token))
             mappings = await _take_regions(channel, where)
@@ -570,25 +470,7 @@ async def connect(address: Address, session: int, token: bytes, deadline: float)
     raise NodeUnavailable(where, "no answer before the deadline")
 
 
-async def _dial(path: str, where: str) -> _Channel:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    try:
-        while True:
-            try:
-                sock.connect(path)
-                return _Channel(sock)
-            except BlockingIOError:
-                await trio.sleep(0.01)  # the backlog is full, and a Unix socket cannot be waited for
-    except OSError as error:
-        sock.close()
-        raise NodeUnavailable(where, str(error)) from error
-    except BaseException:
-        sock.close()
-        raise
-
-
-async def _take_regions(channel: _Channel, where: str) -> dict[int, _Mapping]:
+async def _take_regions(channel: Channel, where: str) -> dict[int, _Mapping]:
     message, _ = await _expect(channel, where, REPLY.size, with_fd=False)
     magic, status, count = REPLY.unpack(message)
     check_welcome(where, magic == MAGIC, status)
@@ -604,7 +486,7 @@ async def _take_regions(channel: _Channel, where: str) -> dict[int, _Mapping]:
     return mappings
 
 
-async def _expect(channel: _Channel, where: str, size: int, *, with_fd: bool) -> tuple[bytes, int]:
+async def _expect(channel: Channel, where: str, size: int, *, with_fd: bool) -> tuple[bytes, int]:
     message, fd = await channel.receive()
     if len(message) == size and (fd >= 0) == with_fd:
         return message, fd

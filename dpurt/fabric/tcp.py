@@ -1,8 +1,10 @@
-"""The tcp fabric: anywhere a socket reaches, in any language. No encryption: for a trusted network or a tunnel.
+"""The tcp fabric: anywhere a socket reaches, in any language. No encryption: for a trusted network or a
+tunnel.
 
-A link is two connections to the node's listener, each opened by a hello. On the first the host asks (PULL, STORE) and the node
-answers; on the second, which a host that wants no pushes need not open, the node asks (PUSH) and the host answers. Both
-speak the one request frame of `dpurt.fabric.frames`. A whole client that pulls, in Python for want of a better pseudo-code:
+A link is two connections to the node's listener, each opened by a hello. On the first the host asks (PULL,
+STORE) and the node answers; on the second, which a host that wants no pushes need not open, the node asks
+(PUSH) and the host answers. Both speak the one request frame of `dpurt.fabric.frames`. A whole client that
+pulls, in Python for want of a better pseudo-code:
 
     def exactly(n):
         data = b""
@@ -18,10 +20,11 @@ speak the one request frame of `dpurt.fabric.frames`. A whole client that pulls,
     status, index = struct.unpack("<II", exactly(8))                                  # 0: done, 1: entry `index` refused
     data = exactly(length)
 
-Theory of operation. Bytes go by gather and scatter system calls straight from and into the region, on the node's loop; see
-`dpurt.fabric.wire`. Each link has a task. A link answers one request at a time and reads the next only then, so a slow host
-holds back itself alone; beyond `Pace` it is cut off. A malformed frame ends the link and is counted. The AccessCheck is asked
-before each transfer and told after, whatever happens in between.
+Theory of operation. Bytes go by gather and scatter system calls straight from and into the region, on the
+node's loop; see `dpurt.fabric.wire`. Each link has a task. A link answers one request at a time and reads the
+next only then, so a slow host holds back itself alone; beyond `Pace` it is cut off. A malformed frame ends
+the link and is counted. The AccessCheck is asked before each transfer and told after, whatever happens in
+between.
 
 Leaves to others: what a lease is, when to push, reconnecting, checking the bytes (CRC).
 """
@@ -66,7 +69,8 @@ __all__ = ["TcpEndpoint", "TcpFabric", "TcpLimits", "TcpLink", "connect"]
 
 @dataclass(frozen=True, slots=True)
 class TcpLimits:
-    """What hosts may cost the node. Connections past `max_links` are told so; past `max_greeting` they are dropped."""
+    """What hosts may cost the node. Connections past `max_links` are told so; past `max_greeting` they are
+    dropped."""
 
     max_links: int = 256
     max_greeting: int = 64
@@ -189,7 +193,8 @@ class TcpFabric(FabricBase[TcpLink]):
             self._gone(link)
 
     async def _greet(self, wire: Wire) -> TcpLink | None:
-        """The link to serve, if this connection opens one; else the connection is attached to its link, or closed."""
+        """The link to serve, if this connection opens one; else the connection is attached to its link, or
+        closed."""
         try:
             with trio.move_on_after(self._limits.hello_s):
                 return await self._hello(wire)

@@ -1,9 +1,9 @@
 """Raw, non-blocking stream sockets under Trio: bytes go straight from and to the caller's memory.
 
-`trio.SocketStream` runs a scheduler pass per call and takes one buffer. Here the system call is tried first, many buffers
-at a time (gather, scatter), and the task waits only when the kernel has no room or no bytes; on a peer that keeps up, a
-pass is still taken every `_TURN_BYTES`, so that one transfer does not starve the loop. A `Cursor` remembers how far a
-transfer came, so a cancelled one can be resumed, drained or reported.
+`trio.SocketStream` runs a scheduler pass per call and takes one buffer. Here the system call is tried first,
+many buffers at a time (gather, scatter), and the task waits only when the kernel has no room or no bytes; on
+a peer that keeps up, a pass is still taken every `_TURN_BYTES`, so that one transfer does not starve the
+loop. A `Cursor` remembers how far a transfer came, so a cancelled one can be resumed, drained or reported.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class Wire:
         return self._sock.fileno() >= 0
 
     async def send(self, cursor: Cursor, *, commit: trio.CancelScope | None = None) -> None:
-        """Send the rest of the cursor. Raises FabricError ``"closed"``. A complete send never ends as cancelled.
+        """Send the rest of the cursor. Raises FabricError ``"closed"``. A complete send never ends as
+        cancelled.
 
-        `commit` is shielded once the first byte has left, so that outer cancellation cannot cut a frame in two.
-        """
+        `commit` is shielded once the first byte has left, so that outer cancellation cannot cut a frame in
+        two."""
         turn = 0
         while cursor.remaining:
             try:
@@ -122,8 +123,8 @@ class Wire:
             self._wake_at(0)
 
     def _wake_at(self, remaining: int) -> None:
-        """Be woken for a worthwhile part of what is to come, not for each segment (measured: half as many wake-ups,
-        and up to twice the throughput). Never for more than is sure to come."""
+        """Be woken for a worthwhile part of what is to come, not for each segment (measured: half as many
+        wake-ups, and up to twice the throughput). Never for more than is sure to come."""
         low_water = max(1, min(_LOW_WATER_BYTES, remaining // 4))
         if low_water != self._low_water and self.is_open:
             self._low_water = low_water
@@ -176,7 +177,8 @@ async def _take_turn(moved: int, cursor: Cursor) -> int:
 
 
 def tune(sock: socket.socket | trio.socket.SocketType) -> None:
-    """Buffers as large as helps. Where the kernel caps them lower than that, its own auto-tuning does better: keep it."""
+    """Buffers as large as helps. Where the kernel caps them lower than that, its own auto-tuning does better:
+    keep it."""
     for option, cap in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if int(Path("/proc/sys/net/core", cap).read_text(encoding="ascii")) >= _SOCKET_BUFFER_BYTES:
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)

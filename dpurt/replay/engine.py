@@ -71,7 +71,7 @@ class Scenario:
     link_bytes_per_s: float = 25e9
     decode_step_s: float = 0.03
     lookahead_blocks: int = 16
-    prefetch_queue_depth: int = 8
+    prefetch_queue_depth: int = 4
     prefetch_share: float = 0.5
     min_probability: float = 0.05
     horizon_s: float = 120.0
@@ -186,6 +186,8 @@ class _Run:
             self._oracle = Oracle(self._future, self.staging, self.where, lambda: not arbiter.num_waiting)
             predictors.append(self._oracle)
         self.core = PrefetchCore(predictors, arbiter, Ledger(scenario.horizon_s), self)
+        if not self.policy.is_clairvoyant:
+            self.staging.protects = self.core.is_wanted
 
     # --- StagingView
 
@@ -320,7 +322,7 @@ class _Run:
         self._count(where, turn)
         self._asking.setdefault(block, []).append(turn)
         if where == "in_flight":
-            self.device.promote(self._reads[block])
+            pass
         else:
             self._read(Read(block, self.scenario.block_bytes, None, is_demand=True))
         self._start_reads()

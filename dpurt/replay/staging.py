@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from dpurt.core.eviction import EvictionPolicy
 
+Protects = Callable[[int, float], bool]  # is the block wanted soon, as of now?
 Admit = Callable[[int, int], bool]  # may `block` come if `victim` has to leave for it?
 
 
@@ -18,7 +19,8 @@ def always(block: int, victim: int) -> bool:
 class ReplayStaging:
     """At most `capacity` blocks resident or reserved. A block being read by a host is held and cannot leave.
 
-    `on_evict` is called for each victim. `admit` lets a clairvoyant policy keep a better block.
+    `protects`, if set, names blocks to spare if others can go. `on_evict` is called for each victim. `admit`
+    lets a clairvoyant policy keep a better block.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class ReplayStaging:
         self.capacity = capacity
         self.reserved = 0
         self.policy = policy
+        self.protects: Protects | None = None
         self._on_evict = on_evict
         self._admit = admit
         self._readers: dict[int, int] = {}
@@ -61,7 +64,8 @@ class ReplayStaging:
         """Make a place for a block that will come, evicting if need be. False: no room, or not worth its
         victim."""
         if not self.has_free:
-            victim = self.policy.victim(now)
+            protects = self.protects
+            victim = self.policy.victim(now, (lambda b: protects(b, now)) if protects else None)
             if victim is None or not self._admit(block, victim):
                 return False
             self.policy.remove(victim, evicted=True)

@@ -1,6 +1,8 @@
-"""A GPU host in another process, for the fabric contract: takes commands as JSON lines, answers each with one.
+"""A GPU host in another process, for the fabric contract: takes commands as JSON lines, answers each with
+one.
 
-`python -m dpurt.testing.fabric_host '{"kind": ..., "address": ..., "session": ..., "token": "hex"}'`. Commands:
+`python -m dpurt.testing.fabric_host '{"kind": ..., "address": ..., "session": ..., "token": "hex"}'`.
+Commands:
 
     {"do": "pull" | "view", "region", "offset", "length", "lease"}    -> {"digest": hex or null}
     {"do": "store", "region", "offset", "length", "lease", "fill"}    -> {"stored": length}

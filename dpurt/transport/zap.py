@@ -10,7 +10,7 @@ Leaves to others: where keys come from (`dpurt.keys`), and what a known client m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import trio
 import zmq
@@ -24,7 +24,7 @@ _VERSION = b"1.0"
 
 async def serve_zap(
     context: zmq.Context[zmq.Socket[bytes]],
-    is_allowed: Callable[[str], bool],
+    allowed: Container[str],
     on_refused: Callable[[str, str], None] = lambda address, key: None,
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
@@ -39,18 +39,18 @@ async def serve_zap(
         task_status.started()
         while True:
             request = await socket.recv()
-            await socket.send(_answer(request, is_allowed, on_refused))
+            await socket.send(_answer(request, allowed, on_refused))
 
 
 def _answer(
-    request: list[bytes], is_allowed: Callable[[str], bool], on_refused: Callable[[str, str], None]
+    request: list[bytes], allowed: Container[str], on_refused: Callable[[str, str], None]
 ) -> list[bytes]:
     version, request_id, domain, address, _routing_id, mechanism, *credentials = request
     assert version == _VERSION, "libzmq speaks ZAP 1.0"
     if mechanism != b"CURVE" or domain != ZAP_DOMAIN:
         return [_VERSION, request_id, b"400", b"only CURVE is accepted", b"", b""]
     key = zmq.utils.z85.encode(credentials[0])
-    if is_allowed(key.decode()):
+    if key.decode() in allowed:
         return [_VERSION, request_id, b"200", b"OK", key, b""]
     on_refused(address.decode(errors="replace"), key.decode())
     return [_VERSION, request_id, b"400", b"unknown client key", b"", b""]

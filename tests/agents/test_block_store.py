@@ -223,6 +223,21 @@ async def test_a_read_wants_the_right_block() -> None:
     assert store.stats().refused == {"key": 1, "shard": 1, "stale": 2}
 
 
+async def test_a_write_the_device_lost_is_refused_though_the_key_fits() -> None:
+    bdev, store = await new_store()
+    offsets = await put(store, *range(4))
+    span = slice(offsets[0], offsets[0] + LAYOUT.record_bytes)
+    before = bytes(bdev.image[span])
+    current: list[int] = offsets
+    for _ in range(6):  # once round the device, back to the first segment
+        for offset in current:
+            store.forget(offset)
+        current = await put(store, 0, 1, 2, 3)
+    assert current == offsets
+    bdev.image[span] = before
+    assert await refusal(store, offsets[0], 0) == "stale"
+
+
 async def test_a_corrupt_part_is_refused_and_the_others_still_served() -> None:
     bdev, store = await new_store()
     [offset] = await put(store, 1)
@@ -407,6 +422,20 @@ async def test_a_failed_append_leaves_nothing_behind_and_later_ones_work() -> No
     offsets = await put(store, 1, 2)
     await assert_holds(store, 2, offsets[1])
     store.check_integrity()
+
+
+async def test_a_segment_with_a_failed_write_is_never_sealed() -> None:
+    memory = MemoryBdev(CAPACITY)
+    bdev = FaultyBdev(memory)
+    store, _ = await open_store(bdev)
+    await put(store, 0)
+    bdev.inject(Fault(op="write", kind="short"))
+    with pytest.raises(BdevError):
+        await put(store, 1)
+    await put(store, 2, 3)
+    _, rebuilt = await open_store(memory)
+    assert rebuilt.torn == 1
+    assert {r.header.position for r in rebuilt.records} == {0, 2, 3}
 
 
 async def test_a_segment_whose_header_cannot_be_written_is_given_up() -> None:

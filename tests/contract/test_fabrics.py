@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,5 +46,14 @@ async def test_contract(case, make_fabric, request):  # type: ignore[no-untyped-
     await run_case(case, make_fabric, TRAITS[request.node.callspec.params["make_fabric"]])
 
 
-async def test_the_whole_suite_is_one_call():  # type: ignore[no-untyped-def]
-    await check_fabric(MemoryFabric, TRAITS["memory"])
+class Corrupting(MemoryFabric):
+    """Forgets the last byte of every pull."""
+
+    async def transfer(self, link, op, pieces, deadline):  # type: ignore[no-untyped-def]
+        shorter = [replace(piece, local=piece.local[:-1]) for piece in pieces] if op == "pull" else pieces
+        await super().transfer(link, op, shorter, deadline)
+
+
+async def test_the_suite_as_one_call_notices_a_fabric_that_loses_a_byte():  # type: ignore[no-untyped-def]
+    with pytest.RaisesGroup(AssertionError, flatten_subgroups=True):
+        await check_fabric(Corrupting, TRAITS["memory"])

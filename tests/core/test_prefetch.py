@@ -199,6 +199,25 @@ def test_a_predicted_return_outlives_every_sequence():
     assert core.handle(SequenceGone(2), 2.0) == []
 
 
+def test_blocks_a_live_sequence_will_ask_for_are_wanted_until_it_does_or_time_is_up():
+    core = make_core()
+    arrive(core, blocks=(1, 2))
+    assert core.is_wanted(1, 0.1)
+    core.handle(Demanded(1, 1, "in_flight"), 0.2)
+    assert not core.is_wanted(1, 0.2)
+    assert core.is_wanted(2, 9.0)
+    assert not core.is_wanted(2, 20.0)
+    assert not core.is_wanted(3, 0.1)
+
+
+def test_interests_are_swept_out():
+    core = make_core(queue_depth=0)
+    for i in range(20_000):
+        arrive(core, i, blocks=(i,), now=i * 1.0)
+        core.handle(SequenceGone(i), i * 1.0)
+    assert len(core._wanted_until) < 2100
+
+
 def test_events_for_unknown_sequences_and_blocks_do_nothing():
     core = make_core(
         predictors=[SlidingWindow(), AttentionPrevious(), AttentionEwma(), Hints(), CrossRequest()]

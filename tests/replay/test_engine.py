@@ -67,8 +67,8 @@ def test_read_ahead_hides_the_device_behind_the_load():
 
 def test_a_queued_request_is_staged_before_its_turn():
     requests = (request(0, 1, 2), request(100, 3, 4), request(200, 5), request(201, 1, 2))
-    result = run("sliding_window", *requests, staging_share=0.8, prefetch_share=1.0)
-    assert result.timely == 2
+    result = run("sliding_window", *requests, staging_share=0.6, prefetch_share=1.0)
+    assert (result.timely, result.sources["prefetched"], result.sources["staging"]) == (1, 1, 1)
     assert result.stall_s == 0.0
 
 

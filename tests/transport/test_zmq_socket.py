@@ -338,9 +338,7 @@ def as_client(pair: keys.KeyPair, server: str = SERVER.public) -> SocketOptions:
 @asynccontextmanager
 async def curve_router(context: Context, refused: list[str]) -> AsyncIterator[tuple[ZmqSocket, str]]:
     async with trio.open_nursery() as nursery:
-        await nursery.start(
-            serve_zap, context, lambda key: key == KNOWN.public, lambda _address, key: refused.append(key)
-        )
+        await nursery.start(serve_zap, context, {KNOWN.public}, lambda _address, key: refused.append(key))
         router = make(context, "ROUTER", SocketOptions(curve=CurveServer(SERVER.secret.encode())))
         yield router, router.bind(ANY_PORT)
         nursery.cancel_scope.cancel()

@@ -1,0 +1,341 @@
+"""What this machine can do for dpurt, what is off and why, and which limits are near their end.
+
+Each probe asks one question of the machine and gives a `Finding`: ``ok``, ``off`` (a feature is not there;
+dpurt runs without it, and `advice` says what would switch it on) or ``warn`` (it will hurt). A probe tries
+the thing itself where it can (a direct write, an io_uring call) instead of trusting a version. Nothing is
+changed: scratch files are removed. `examine(config)` adds what a topology needs of this machine. Whether the
+topology is right in itself is `dpurt.config`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import mmap
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import crc32c
+import zmq
+
+from dpurt.config import Config, FileBdevConfig, HostConfig
+from dpurt.errors import ConfigError
+
+__all__ = ["Finding", "choose_fabric", "examine", "probe"]
+
+State = Literal["ok", "off", "warn"]
+PACKAGES = ("trio", "pyzmq", "msgspec", "numpy", "crc32c", "structlog", "prometheus_client")
+WANTED_FILES = 4096
+NEAR_LIMIT = 0.8
+PAGE = 4096
+IO_URING_SETUP = 425  # the same number on every architecture
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer of one probe."""
+
+    name: str
+    state: State
+    detail: str
+    advice: str = ""
+
+
+def probe() -> list[Finding]:
+    """Ask everything that does not depend on a topology."""
+    return [check() for check in MACHINE]
+
+
+def examine(config: Config) -> list[Finding]:
+    """What this topology needs of this machine."""
+    memory = memory_bytes()
+    return [
+        *_staging_fits(config, memory[1]),
+        *_disks(config),
+        *(_host_fabric(config, host) for host in config.host),
+        *_salts(config),
+    ]
+
+
+# --- software ---
+
+
+def python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+
+
+def packages() -> Finding:
+    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    return Finding("packages", "ok", ", ".join(versions))
+
+
+def checksums() -> Finding:
+    if crc32c.hardware_based:
+        return Finding("crc32c", "ok", "computed by the CPU's instruction")
+    return Finding("crc32c", "warn", "computed in software: checksums will cost much CPU time")
+
+
+def curve() -> Finding:
+    libzmq = f"libzmq {zmq.zmq_version()}"
+    if zmq.has("curve"):
+        return Finding("curve", "ok", f"{libzmq} encrypts and authenticates")
+    return Finding("curve", "off", f"{libzmq} was built without CURVE", "install a pyzmq wheel that has it")
+
+
+def rdma_devices() -> list[str]:
+    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+
+
+def rdma() -> Finding:
+    devices = rdma_devices()
+    if not devices:
+        return Finding("rdma", "off", "no RDMA device in /sys/class/infiniband: hosts use shm or tcp")
+    if not _can_import("pyverbs.device"):
+        return Finding(
+            "rdma", "off", f"{', '.join(devices)}, but pyverbs cannot be imported", "install dpurt[rdma]"
+        )
+    return Finding(
+        "rdma", "off", f"{', '.join(devices)} and pyverbs are there; dpurt has no verbs fabric yet"
+    )
+
+
+def spdk() -> Finding:
+    # A folder named spdk makes `import spdk` succeed; only the client module proves the package.
+    client, target = _can_import("spdk.rpc.client"), shutil.which("spdk_tgt")
+    parts = [
+        "client package " + ("installed" if client else "not installed"),
+        f"spdk_tgt {target}" if target else "no spdk_tgt in PATH",
+    ]
+    return Finding(
+        "spdk", "off", f"{'; '.join(parts)}; dpurt has no SPDK bdev yet, it uses files and devices"
+    )
+
+
+def _can_import(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+# --- machine ---
+
+
+def cores() -> Finding:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count()
+    return Finding("cores", "ok" if usable > 1 else "warn", f"{usable} usable of {present}")
+
+
+def memory_bytes() -> tuple[int, int]:
+    """(total, available)."""
+    facts = _meminfo()
+    return facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024
+
+
+def memory() -> Finding:
+    total, available = memory_bytes()
+    return Finding("memory", "ok", f"{available / GIB:.1f} GiB available of {total / GIB:.1f}")
+
+
+def _meminfo() -> dict[str, int]:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def huge_pages() -> Finding:
+    facts = _meminfo()
+    total, free, size = facts["HugePages_Total"], facts["HugePages_Free"], facts["Hugepagesize"]
+    if total == 0:
+        return Finding(
+            "huge pages", "off", "none reserved: SPDK on PCIe devices needs them, files do not",
+            "sysctl vm.nr_hugepages=N",
+        )  # fmt: skip
+    return Finding("huge pages", "ok", f"{free} free of {total}, {size} KiB each")
+
+
+def locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("memlock", "ok", "unlimited")
+    if not rdma_devices():
+        return Finding("memlock", "ok", f"{soft >> 20} MiB; only RDMA would need more")
+    return Finding(
+        "memlock", "warn", f"{soft >> 20} MiB: registering staging for RDMA will fail beyond it",
+        "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit",
+    )  # fmt: skip
+
+
+def open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    near = soft != resource.RLIM_INFINITY and (soft < WANTED_FILES or used > NEAR_LIMIT * soft)
+    detail = f"{used} open, limit {soft} (hard {hard})"
+    return Finding(
+        "open files", "warn" if near else "ok", detail, f"ulimit -n {WANTED_FILES}" if near else ""
+    )
+
+
+def shared_memory() -> Finding:
+    try:
+        os.close(os.memfd_create("dpurt-doctor"))
+    except OSError as error:
+        return Finding("memfd", "warn", f"cannot be made: {error.strerror}: no arena, no shm fabric")
+    return Finding("memfd", "ok", "the arena and the shm fabric can be had")
+
+
+def dev_shm() -> Finding:
+    try:
+        disk = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return Finding("/dev/shm", "off", "not there; dpurt uses memfds and does not need it")
+    near = disk.used > NEAR_LIMIT * disk.total
+    return Finding(
+        "/dev/shm", "warn" if near else "ok", f"{disk.free / GIB:.1f} GiB free of {disk.total / GIB:.1f}"
+    )
+
+
+def io_uring() -> Finding:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(IO_URING_SETUP, 0, None)  # zero entries: EINVAL where io_uring works, nothing is made
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.EFAULT):
+        return Finding("io_uring", "ok", "the kernel offers it; dpurt's file bdev uses Linux AIO")
+    reasons = {errno.ENOSYS: "the kernel has none", errno.EPERM: "forbidden here (sysctl or seccomp)"}
+    return Finding("io_uring", "off", reasons.get(code, os.strerror(code)) + "; the file bdev uses Linux AIO")
+
+
+def nvme_devices() -> Finding:
+    devices = sorted(str(path) for path in Path("/dev").glob("nvme*n*") if path.is_block_device())
+    if not devices:
+        return Finding("nvme", "off", "no NVMe namespace here: a file on any disk works too")
+    return Finding("nvme", "ok", ", ".join(devices))
+
+
+def direct_io(folder: Path) -> Finding:
+    """Write one page past the page cache in this folder."""
+    try:
+        _write_direct(folder)
+    except OSError as error:
+        return Finding(
+            "direct I/O", "warn", f"not in {folder} ({error.strerror}): reads go through the page cache",
+            "put the bdev on a disk file system",
+        )  # fmt: skip
+    return Finding("direct I/O", "ok", f"works in {folder}")
+
+
+def _write_direct(folder: Path) -> None:
+    handle, name = tempfile.mkstemp(prefix=".dpurt-doctor-", dir=folder)
+    os.close(handle)
+    try:
+        handle = os.open(name, os.O_WRONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, PAGE) as page:
+                os.write(handle, page)
+        finally:
+            os.close(handle)
+    finally:
+        os.unlink(name)
+
+
+MACHINE: tuple[Callable[[], Finding], ...] = (
+    python,
+    packages,
+    checksums,
+    curve,
+    cores,
+    memory,
+    locked_memory,
+    open_files,
+    huge_pages,
+    shared_memory,
+    dev_shm,
+    io_uring,
+    nvme_devices,
+    rdma,
+    spdk,
+)
+
+
+# --- a topology on this machine ---
+
+
+def _staging_fits(config: Config, available: int) -> Iterator[Finding]:
+    needed = config.staging.bytes + sum(host.inbound_bytes for host in config.host)
+    detail = f"{needed / GIB:.2f} GiB for staging and inbound regions, {available / GIB:.2f} GiB available"
+    yield Finding("staging", "ok" if needed < NEAR_LIMIT * available else "warn", detail)
+    if config.envelope is not None and config.envelope.model:
+        yield Finding("envelope", "ok", f"a model, not this machine: {config.envelope.source}")
+
+
+def _disks(config: Config) -> Iterator[Finding]:
+    for bdev in config.bdev:
+        name = f"bdev {bdev.name}"
+        try:
+            capacity = bdev.capacity(config)
+        except (ConfigError, OSError) as error:
+            yield Finding(name, "warn", str(error))
+            continue
+        if isinstance(bdev, FileBdevConfig):
+            yield from _disk(name, bdev.full_path(config), capacity)
+        else:
+            yield Finding(name, "ok", f"{capacity / GIB:.2f} GiB of memory")
+
+
+def _disk(name: str, path: Path, capacity: int) -> Iterator[Finding]:
+    if path.is_relative_to("/dev"):
+        there = path.is_block_device()
+        yield Finding(name, "ok" if there else "warn", f"{path}: {'a' if there else 'no'} block device")
+        return
+    folder = existing(path.parent)
+    free = shutil.disk_usage(folder).free + (path.stat().st_blocks * 512 if path.exists() else 0)
+    detail = f"{path}: cap {capacity / GIB:.2f} GiB, {free / GIB:.2f} GiB free for it"
+    yield Finding(name, "ok" if capacity <= free else "warn", detail)
+    yield direct_io(folder)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _host_fabric(config: Config, host: HostConfig) -> Finding:
+    kind, reason = choose_fabric(config, host)
+    return Finding(f"host {host.name}", "ok" if kind else "warn", f"{kind or 'no fabric'}: {reason}")
+
+
+def choose_fabric(config: Config, host: HostConfig) -> tuple[str | None, str]:
+    """The fabric a host will get from this node if it can use all its topology names, and why."""
+    skipped = []
+    for kind in host.fabrics:
+        if kind == "shm" and shared_memory().state != "ok":
+            skipped.append("shm needs memfds")
+            continue
+        reason = {
+            "shm": "no copy, for a host on this machine (elsewhere: the next one)",
+            "tcp": f"listens at {config.fabric.tcp_bind}",
+        }[kind]
+        return kind, "; ".join([*skipped, f"first usable of {', '.join(host.fabrics)}", reason])
+    return None, "; ".join(skipped)
+
+
+def _salts(config: Config) -> Iterator[Finding]:
+    for tenant in config.tenant:
+        try:
+            tenant.load_salt()
+        except ConfigError as error:
+            yield Finding(f"tenant {tenant.name}", "warn", str(error), "dpurt keys salt FILE makes one")
+        else:
+            yield Finding(f"tenant {tenant.name}", "ok", "its salt can be read")

@@ -1,0 +1,30 @@
+"""`--json FILE|-`: what a command has to say as JSON, to a file or to stdout, for programs to read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from dpurt.errors import ConfigError
+
+__all__ = ["add_json_argument", "write_json"]
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--json``; `args.json` is a path, ``"-"`` or None."""
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE, or to stdout for -, and no text")
+
+
+def write_json(target: str, value: object) -> None:
+    """Write `value`, indented. ConfigError when the file cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(value)).decode() + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(target, f"cannot write: {error.strerror}") from error
