@@ -1,20 +1,22 @@
 """The block store: records on one bdev, in a log of segments. Used by the storage agent; not an actor itself.
 
-Theory of operation. `dpurt.core.segment_log` decides where a record goes, `dpurt.core.record` what it looks like, this
-module moves the bytes: a segment's header before its first record, adjacent records in one write, a seal once all
-records of a full segment are written and flushed. Reads verify everything they return.
+Theory of operation. `dpurt.core.segment_log` decides where a record goes, `dpurt.core.record` what it looks
+like, this module moves the bytes: a segment's header before its first record, adjacent records in one write,
+a seal once all records of a full segment are written and flushed. Reads verify everything they return.
 
-Crash safety. Nothing on the device is ever updated in place but the superblock (two slots) and a free segment. An append
-counts once it has returned; a crash loses at most appends that had not. `rebuild` trusts the records of sealed segments
-by their header (each read verifies the payload anyway) and verifies the payload of all others. After a power loss,
-records of the segments that were open may be gone too: they are never half there.
+Crash safety. Nothing on the device is ever updated in place but the superblock (two slots) and a free
+segment. An append counts once it has returned; a crash loses at most appends that had not. `rebuild` trusts
+the records of sealed segments by their header (each read verifies the payload anyway) and verifies the
+payload of all others. After a power loss, records of the segments that were open may be gone too: they are
+never half there.
 
-Holds. Every operation holds its segment, and one that timed out goes on holding it until the device has answered, so a
-late write never lands in a segment that was given to others.
+Holds. Every operation holds its segment, and one that timed out goes on holding it until the device has
+answered, so a late write never lands in a segment that was given to others.
 
-All methods belong to one Trio thread and may run concurrently. `append` and `read` are shielded from cancellation, since
-the device uses the caller's buffers; the deadline bounds them. After a `BdevTimeout` the caller quarantines the buffers until
-`settled()`. What is hot, which blocks are orphans and what a miss means is left to the index; whose turn it is, to the caller.
+All methods belong to one Trio thread and may run concurrently. `append` and `read` are shielded from
+cancellation, since the device uses the caller's buffers; the deadline bounds them. After a `BdevTimeout` the
+caller quarantines the buffers until `settled()`. What is hot, which blocks are orphans and what a miss means
+is left to the index; whose turn it is, to the caller.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ _MAX_RUN_BYTES = 4 << 20
 
 
 class StoreFull(DpurtError):
-    """No room for these records before a segment is reclaimed. Nothing was written; `room` records would have fitted."""
+    """No room for these records before a segment is reclaimed. Nothing was written; `room` records would have
+    fitted.
+    """
 
     def __init__(self, wanted: int, room: int) -> None:
         super().__init__(f"no room for {wanted} records, {room} fit: reclaim a segment first")
@@ -65,7 +69,8 @@ class StoreFull(DpurtError):
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """A segment about to be reused. The caller drops or re-appends what lives at `offsets`, then calls `finish_reclaim`.
+    """A segment about to be reused. The caller drops or re-appends what lives at `offsets`, then calls
+    `finish_reclaim`.
 
     `reappend_bytes` is how much may be re-appended within the write amplification budget.
     """
@@ -127,7 +132,9 @@ class _Run:
 
 
 class BlockStore:
-    """Make one with `await BlockStore.open(...)`, then `await store.rebuild(...)`, then use it. The bdev stays the caller's."""
+    """Make one with `await BlockStore.open(...)`, then `await store.rebuild(...)`, then use it. The bdev
+    stays the caller's.
+    """
 
     def __init__(
         self,
@@ -159,10 +166,12 @@ class BlockStore:
         deadline_s: float = 10.0,
         format: bool = False,
     ) -> BlockStore:
-        """Load the store on the device, or make one on a blank device; its superblock is written and read back.
+        """Load the store on the device, or make one on a blank device; its superblock is written and read
+        back.
 
-        A device with anything else in its first MiB is refused, unless `format` says that it may be overwritten (an
-        existing store is loaded even then). `clock` gives wall-clock seconds. Raises ConfigError or BdevError.
+        A device with anything else in its first MiB is refused, unless `format` says that it may be
+        overwritten (an existing store is loaded even then). `clock` gives wall-clock seconds. Raises
+        ConfigError or BdevError.
         """
         if capacity_bytes > bdev.info.size_bytes:
             problem = f"{capacity_bytes} exceeds the {bdev.info.size_bytes} bytes of bdev {bdev.info.name}"
@@ -185,9 +194,11 @@ class BlockStore:
         layouts: Mapping[bytes, RecordLayout],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Rebuilt:
-        """Scan the device for the records of these spaces and count them as live again. Once, before any append or read.
+        """Scan the device for the records of these spaces and count them as live again. Once, before any
+        append or read.
 
-        Records of other spaces are gone: their segments are free. `on_progress(segments done, segments in all)`.
+        Records of other spaces are gone: their segments are free. `on_progress(segments done, segments in
+        all)`.
         """
         if self._is_rebuilt:
             raise LocalProtocolError("already_rebuilt", "rebuild is called once, right after open")
@@ -211,7 +222,8 @@ class BlockStore:
     ) -> list[int]:
         """Write packed record images; their offsets. All or nothing. Stamps the images' headers.
 
-        `group` is the placement group (like lifetime and tenant together). Raises StoreFull, BdevError, BdevTimeout.
+        `group` is the placement group (like lifetime and tenant together). Raises StoreFull, BdevError,
+        BdevTimeout.
         """
         self._check_ready()
         room = self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
@@ -245,8 +257,8 @@ class BlockStore:
     ) -> RecordHeader:
         """Read a record, or its header and some parts, into a record image, and verify what was read.
 
-        Raises RecordError when it is not the block wanted or its bytes are not those stored (then nothing in `image` may be
-        used), BdevError, or BdevTimeout (then `image` is in use until `settled()`).
+        Raises RecordError when it is not the block wanted or its bytes are not those stored (then nothing in
+        `image` may be used), BdevError, or BdevTimeout (then `image` is in use until `settled()`).
         """
         self._check_ready()
         mask = layout.all_parts if parts_mask is None else parts_mask
@@ -260,7 +272,9 @@ class BlockStore:
         return header
 
     def forget(self, offset: int) -> bool:
-        """The record is not wanted any more; False if it was not live. Its segment is free once all of it is dead."""
+        """The record is not wanted any more; False if it was not live. Its segment is free once all of it is
+        dead.
+        """
         return self._log.forget(offset)
 
     # --- reclaim ---
@@ -272,7 +286,8 @@ class BlockStore:
     def reclaim_one(self, last_use: LastUse) -> Reclaim | None:
         """Choose a segment to reuse; None when none can be (all free, or operations under way in each).
 
-        `last_use` maps an array of record offsets to an array of times. The segment stays readable until `finish_reclaim`.
+        `last_use` maps an array of record offsets to an array of times. The segment stays readable until
+        `finish_reclaim`.
         """
         segment = self._log.victim(last_use)
         if segment is None:
@@ -286,7 +301,9 @@ class BlockStore:
         return Reclaim(segment, header.fingerprint, header.record_bytes, offsets, self._log.reappend_budget())
 
     def finish_reclaim(self, reclaim: Reclaim) -> int:
-        """Forget what still lives in the segment and free it (once reads under way end). The number forgotten."""
+        """Forget what still lives in the segment and free it (once reads under way end). The number
+        forgotten.
+        """
         forgotten = self._log.reclaim(reclaim.segment)
         self._log.unhold(reclaim.segment)
         return forgotten
@@ -432,7 +449,9 @@ class BlockStore:
         self._log.add_overhead(HEADER_BLOCK)
 
     async def _seal(self, segment: int) -> None:
-        """Everything in the segment is written: say so on the device. Failing is harmless, a restart then verifies more."""
+        """Everything in the segment is written: say so on the device. Failing is harmless, a restart then
+        verifies more.
+        """
         header = self._log.header_of(segment)
         if header is None:
             return

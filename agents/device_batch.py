@@ -1,7 +1,7 @@
 """Several device operations at once, with the errors of all of them told as one.
 
-Leaves what the operations are to the caller. If any timed out, the one error raised is a `BdevTimeout` whose `settled`
-waits for all that did, so the caller quarantines once.
+Leaves what the operations are to the caller. If any timed out, the one error raised is a `BdevTimeout` whose
+`settled` waits for all that did, so the caller quarantines once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Finding the records on a device after a restart.
 
-Theory of operation. All segment headers are read first. Then the records of each segment of a known space are visited at
-the segment's fixed stride by a few workers, each with its own scratch memory: only the headers in a sealed segment with
-large records, else whole chunks. In segments that were not sealed the payload CRCs are verified, and the headers of torn
-records are zeroed, after which the segment may be sealed. Where a block was stored twice the later one counts.
+Theory of operation. All segment headers are read first. Then the records of each segment of a known space are
+visited at the segment's fixed stride by a few workers, each with its own scratch memory: only the headers in
+a sealed segment with large records, else whole chunks. In segments that were not sealed the payload CRCs are
+verified, and the headers of torn records are zeroed, after which the segment may be sealed. Where a block was
+stored twice the later one counts.
 
 A part of the device that cannot be read loses its records, not the restart.
 """
@@ -50,10 +51,12 @@ class StoredRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Rebuilt:
-    """What a restart found. `records` are parents first (by position in their chain); `dropped` counts lost ones by reason.
+    """What a restart found. `records` are parents first (by position in their chain); `dropped` counts lost
+    ones by reason.
 
-    ``"torn"`` is also `torn`; ``"unreadable"`` counts failed device reads, one each; `foreign_segments` are those of spaces not
-    asked for (an old epoch, a removed space): they are free now, and their records were not visited.
+    ``"torn"`` is also `torn`; ``"unreadable"`` counts failed device reads, one each; `foreign_segments` are
+    those of spaces not asked for (an old epoch, a removed space): they are free now, and their records were
+    not visited.
     """
 
     records: list[StoredRecord] = field(default_factory=list)

@@ -1,8 +1,9 @@
 """File to arena: the `file` bdev beside fio, on the same file, with the same block size and depth, O_DIRECT.
 
-fio runs each of its engines first; the fastest at each shape is the peer. Then ours and the peer take turns. Both read the
-whole file once in random order per run; rates are of the reading alone (fio's own figure), without process start.
-*Verified* adds the CRC-32C of every block, which is what the block store does."""
+fio runs each of its engines first; the fastest at each shape is the peer. Then ours and the peer take turns.
+Both read the whole file once in random order per run; rates are of the reading alone (fio's own figure),
+without process start. *Verified* adds the CRC-32C of every block, which is what the block store does.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Block devices: the one contract every backend keeps, present and future.
 
-Backends: `memory` (tests), `file` (O_DIRECT on a file or block device), `modelled` (a device profile on a virtual clock);
-SPDK and NVMe-oF ones come beside them. `dpurt.testing.check_bdev` is the contract as a test suite; a backend that passes it
-may be used by the storage agent.
+Backends: `memory` (tests), `file` (O_DIRECT on a file or block device), `modelled` (a device profile on a
+virtual clock); SPDK and NVMe-oF ones come beside them. `dpurt.testing.check_bdev` is the contract as a test
+suite; a backend that passes it may be used by the storage agent.
 
-Buffers are writable (reads) or readable (writes) memoryviews of format ``"B"``, usually slices of the staging arena, so a
-device may DMA straight into a slot. Offsets and lengths are bytes and multiples of `BdevInfo.block_size`; the buffers'
-addresses are aligned to `BdevInfo.buffer_align`. Deadlines are absolute times of `trio.current_time()`.
+Buffers are writable (reads) or readable (writes) memoryviews of format ``"B"``, usually slices of the staging
+arena, so a device may DMA straight into a slot. Offsets and lengths are bytes and multiples of
+`BdevInfo.block_size`; the buffers' addresses are aligned to `BdevInfo.buffer_align`. Deadlines are absolute
+times of `trio.current_time()`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ __all__ = ["Bdev", "BdevInfo", "BdevStats"]
 
 @dataclass(frozen=True, slots=True)
 class BdevInfo:
-    """What a device is. Sizes in bytes; `max_transfer_bytes` is per operation (MDTS), larger ones the backend splits."""
+    """What a device is. Sizes in bytes; `max_transfer_bytes` is per operation (MDTS), larger ones the backend
+    splits.
+    """
 
     name: str
     kind: str
@@ -53,10 +56,11 @@ class BdevStats:
 class Bdev(Protocol):
     """One block device.
 
-    Every operation raises `BdevError` (the device is done with the buffers) or `BdevTimeout` (it is not: see there).
-    A *cancelled* operation counts as abandoned: the caller must treat the buffers as in use until `drain()` returns, so
-    callers that reuse buffers shield the operation and rely on its deadline. Operations may run concurrently from several
-    tasks, up to any number; the backend queues beyond its depth. Completion order is not promised.
+    Every operation raises `BdevError` (the device is done with the buffers) or `BdevTimeout` (it is not: see
+    there). A *cancelled* operation counts as abandoned: the caller must treat the buffers as in use until
+    `drain()` returns, so callers that reuse buffers shield the operation and rely on its deadline. Operations
+    may run concurrently from several tasks, up to any number; the backend queues beyond its depth. Completion
+    order is not promised.
     """
 
     @property

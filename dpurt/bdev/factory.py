@@ -1,6 +1,7 @@
 """Opens a bdev by the name of its kind: `await open_bdev("file", path=..., size_bytes=...)`.
 
-The parameters are those of each backend's own constructor; a wrong one is a ConfigError naming what is allowed.
+The parameters are those of each backend's own constructor; a wrong one is a ConfigError naming what is
+allowed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""A bdev on a file or block device, with O_DIRECT, so the device moves bytes to and from the arena without a copy.
+"""A bdev on a file or block device, with O_DIRECT, so the device moves bytes to and from the arena without a
+copy.
 
-Theory of operation. Each operation takes one slot of a `linux_aio.AioContext` and is sent in pieces of at most
-`max_transfer_bytes`, one after the other; a short transfer goes on where it stopped. One system task waits for completions
-and answers all that have ended in one go.
+Theory of operation. Each operation takes one slot of a `linux_aio.AioContext` and is sent in pieces of at
+most `max_transfer_bytes`, one after the other; a short transfer goes on where it stopped. One system task
+waits for completions and answers all that have ended in one go.
 
-A regular file is allocated to its full size when opened, so that the disk cannot fill up under us and `du` tells the
-truth; hence `deallocate` does nothing there, and discards on a block device. The file is locked: two nodes on one file
-would destroy each other's blocks; a block device in use by a file system is refused by the kernel (O_EXCL). Where O_DIRECT
-is refused the file is opened buffered, `info.detail["buffered"]` says why, and requests are submitted from a thread.
+A regular file is allocated to its full size when opened, so that the disk cannot fill up under us and `du`
+tells the truth; hence `deallocate` does nothing there, and discards on a block device. The file is locked:
+two nodes on one file would destroy each other's blocks; a block device in use by a file system is refused by
+the kernel (O_EXCL). Where O_DIRECT is refused the file is opened buffered, `info.detail["buffered"]` says
+why, and requests are submitted from a thread.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class FileBdev:
         queue_depth: int = 64,
         max_transfer_bytes: int = 4 << 20,
     ) -> FileBdev:
-        """Open or create `path`. `size_bytes` is needed for a new file and extends a smaller one. Raises BdevError."""
+        """Open or create `path`. `size_bytes` is needed for a new file and extends a smaller one. Raises
+        BdevError.
+        """
         path = Path(path)
         label = name or path.name
         try:

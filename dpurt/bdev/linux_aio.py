@@ -1,12 +1,13 @@
 """Linux native AIO through ctypes: asynchronous O_DIRECT I/O without a thread per operation.
 
-Why this and not io_uring or threads: the kernel's own copies are made by `io_submit`/`io_getevents`, so no shared ring and
-no memory barriers, which Python lacks on Arm; every kernel a DPU runs has it, and container profiles that forbid
-io_uring allow it. Threads cost twice the CPU at 256 KiB, since each completion fights for the GIL.
+Why this and not io_uring or threads: the kernel's own copies are made by `io_submit`/`io_getevents`, so no
+shared ring and no memory barriers, which Python lacks on Arm; every kernel a DPU runs has it, and container
+profiles that forbid io_uring allow it. Threads cost twice the CPU at 256 KiB, since each completion fights
+for the GIL.
 
-With O_DIRECT `io_submit` returns once the request is queued. On a buffered file it does the I/O before it returns, so
-there the caller submits from a thread. Completions signal `event_fd`. One context serves one device; not thread-safe but for
-`submit`.
+With O_DIRECT `io_submit` returns once the request is queued. On a buffered file it does the I/O before it
+returns, so there the caller submits from a thread. Completions signal `event_fd`. One context serves one
+device; not thread-safe but for `submit`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class AioContext:
     def prepare(
         self, slot: int, opcode: int, fd: int, offset: int, pieces: Sequence[tuple[int, int]]
     ) -> None:
-        """Describe a request: (address, length) pieces, at most `max_iovecs`, that stay valid until it is reaped."""
+        """Describe a request: (address, length) pieces, at most `max_iovecs`, that stay valid until it is
+        reaped.
+        """
         start = slot * self._max_iovecs * _IOVEC.size
         for i, piece in enumerate(pieces):
             _IOVEC.pack_into(self._iovecs, start + i * _IOVEC.size, *piece)

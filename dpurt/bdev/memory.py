@@ -1,7 +1,7 @@
 """A bdev in memory: the fake the others are measured against, as strict about alignment as a real device.
 
-Operations complete at once, in order. `image` is the device's content; it outlives `aclose`, so a second device over the
-same image is a restart. Faults are injected from outside by `dpurt.testing.FaultyBdev`.
+Operations complete at once, in order. `image` is the device's content; it outlives `aclose`, so a second
+device over the same image is a restart. Faults are injected from outside by `dpurt.testing.FaultyBdev`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ __all__ = ["MemoryBdev", "copy_operation"]
 
 
 def copy_operation(image: memoryview, operation: Operation) -> None:
-    """Carry out a read or write on an image of the device. Deallocated bytes read as zero; a flush has no effect."""
+    """Carry out a read or write on an image of the device. Deallocated bytes read as zero; a flush has no
+    effect.
+    """
     cursor = operation.offset
     for buffer in operation.buffers:
         piece = image[cursor : cursor + len(buffer)]

@@ -1,7 +1,8 @@
-"""A bdev with the timing of a `DeviceProfile` and the bytes of memory, on Trio's clock: virtual under a MockClock.
+"""A bdev with the timing of a `DeviceProfile` and the bytes of memory, on Trio's clock: virtual under a
+MockClock.
 
-Each operation sleeps until the time the `DeviceModel` gives, then copies. It sleeps in a system task, so an abandoned
-operation still lands late, as on a real device.
+Each operation sleeps until the time the `DeviceModel` gives, then copies. It sleeps in a system task, so an
+abandoned operation still lands late, as on a real device.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""The bookkeeping every backend shares: checks, queueing beyond the depth, deadlines, abandonment, drain, counters.
+"""The bookkeeping every backend shares: checks, queueing beyond the depth, deadlines, abandonment, drain,
+counters.
 
-Theory of operation. An operation is *waiting* (beyond the depth), then *launched* (the device has it), then *answered*.
-The task that asked waits for the answer under its deadline. If it gives up, by deadline or cancellation, a waiting
-operation is withdrawn at once, a launched one becomes *abandoned*: the device may still touch its buffers, and the
-`settled` of the `BdevTimeout` returns when it has answered. An operation keeps its buffers alive until then.
+Theory of operation. An operation is *waiting* (beyond the depth), then *launched* (the device has it), then
+*answered*. The task that asked waits for the answer under its deadline. If it gives up, by deadline or
+cancellation, a waiting operation is withdrawn at once, a launched one becomes *abandoned*: the device may
+still touch its buffers, and the `settled` of the `BdevTimeout` returns when it has answered. An operation
+keeps its buffers alive until then.
 
     asked ── check ──> waiting ──> launched ──> answered
       (deadline passed)   └─ withdrawn   └─ abandoned ──> answered
 
-A backend gives `launch(operation)`, which must not block and must lead to exactly one `answer` call, on the Trio thread,
-maybe before it returns. One asked-for operation counts once: as read, write, error or timeout (cancelled ones not).
+A backend gives `launch(operation)`, which must not block and must lead to exactly one `answer` call, on the
+Trio thread, maybe before it returns. One asked-for operation counts once: as read, write, error or timeout
+(cancelled ones not).
 """
 
 from __future__ import annotations

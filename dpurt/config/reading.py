@@ -12,6 +12,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"expected bytes, as 1048576 or '16 GiB' or '14 GB', got {text!r}")
-    return round(float(match[1]) * _UNITS[match[2]])
+    return round(Fraction(match[1]) * _UNITS[match[2]])  # exact, unlike a float
 
 
 def _find(path: str | Path) -> Path:
@@ -130,7 +131,8 @@ def _explained(message: str, tree: object) -> tuple[str, str]:
     if missing := re.fullmatch(r"Object missing required field (\w+)", problem):
         return where, f"{missing[1]!r} is missing"
     if problem.startswith("Expected"):
-        return where, f"e{problem[1:]}, got {_shown(where, tree)}"
+        wanted = problem.partition(", got ")[0]  # msgspec's own "got" is only a type
+        return where, f"e{wanted[1:]}, got {_shown(where, tree)}"
     if problem.startswith("Invalid") and (known := _choices_at(where, tree)):
         return where, f"i{problem[1:]}; one of: {known}"
     return where, problem

@@ -1,9 +1,10 @@
-"""How long a device takes: the queueing model behind the `modelled` bdev and the replay. Pure; `now` is handed in.
+"""How long a device takes: the queueing model behind the `modelled` bdev and the replay. Pure; `now` is
+handed in.
 
-The model is a *latency* stage with `queue_depth` servers, each operation holding one for the access latency (with a long
-tail now and then), beside one shared *transfer* stage at the device's bandwidth, booked in order of arrival. So a deep queue
-of large reads runs at the bandwidth, a single small read takes the latency, and one slow access does not hold up the
-others. Deterministic by seed.
+The model is a *latency* stage with `queue_depth` servers, each operation holding one for the access latency
+(with a long tail now and then), beside one shared *transfer* stage at the device's bandwidth, booked in order
+of arrival. So a deep queue of large reads runs at the bandwidth, a single small read takes the latency, and
+one slow access does not hold up the others. Deterministic by seed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ __all__ = ["DeviceModel", "DeviceProfile"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """What a device can do. `tail_probability` of operations take `tail_factor` times the latency; jitter is +-fraction."""
+    """What a device can do. `tail_probability` of operations take `tail_factor` times the latency; jitter is
+    +-fraction.
+    """
 
     name: str
     read_latency_s: float

@@ -4,12 +4,14 @@
     | fixed | part CRCs | tokens |0| part 0 | part 1 | ...   | 0 |
     |<------------------- record_bytes (multiple of 4096) ------->|
 
-So one contiguous, aligned I/O moves it either way, and a device may DMA it. All sizes are constant within a space. The
-header holds enough to rebuild the prefix tree exactly, and a CRC-32C of itself (all `header_bytes` but magic and CRC) and
-of each part. `store` and `sequence` say which store and which use of a segment wrote the record, so a stale record
-of a reused segment is told apart from a fresh one; the block store stamps them, all else is packed when the slot is filled.
+So one contiguous, aligned I/O moves it either way, and a device may DMA it. All sizes are constant within a
+space. The header holds enough to rebuild the prefix tree exactly, and a CRC-32C of itself (all `header_bytes`
+but magic and CRC) and of each part. `store` and `sequence` say which store and which use of a segment wrote
+the record, so a stale record of a reused segment is told apart from a fresh one; the block store stamps them,
+all else is packed when the slot is filled.
 
-The padding after the payload is not covered by any CRC and never served. Numbers are little-endian. Nothing here copies a payload.
+The padding after the payload is not covered by any CRC and never served. Numbers are little-endian. Nothing
+here copies a payload.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ def align_up(length: int) -> int:
 class RecordError(DpurtError):
     """What was read is not the record that was wanted: a miss, never wrong bytes.
 
-    `reason` is one of ``"blank"``, ``"magic"``, ``"version"``, ``"header_crc"``, ``"fingerprint"``, ``"shape"``, ``"stale"``,
-    ``"key"``, ``"shard"``, ``"checksum"``, ``"expired"``.
+    `reason` is one of ``"blank"``, ``"magic"``, ``"version"``, ``"header_crc"``, ``"fingerprint"``,
+    ``"shape"``, ``"stale"``, ``"key"``, ``"shard"``, ``"checksum"``, ``"expired"``.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -70,7 +72,9 @@ class RecordError(DpurtError):
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """Where things lie in every record of one space. `part_offsets` are relative to the payload and end with its length."""
+    """Where things lie in every record of one space. `part_offsets` are relative to the payload and end with
+    its length.
+    """
 
     fingerprint: bytes
     header_bytes: int
@@ -117,7 +121,9 @@ class RecordLayout:
         return start // ALIGN * ALIGN, align_up(stop)
 
     def extents(self, parts_mask: int) -> list[tuple[int, int]]:
-        """What must be read for the header and some parts: the least aligned [start, stop) pieces, merged where they touch."""
+        """What must be read for the header and some parts: the least aligned [start, stop) pieces, merged
+        where they touch.
+        """
         merged = [(0, self.header_bytes)]
         for run in mask_runs(parts_mask):
             start, stop = self.extent(run)
@@ -130,9 +136,11 @@ class RecordLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordHeader:
-    """What a record says of itself. `part_crcs` is an ``array("I")``; times are wall-clock seconds, `expires_at` 0 is never.
+    """What a record says of itself. `part_crcs` is an ``array("I")``; times are wall-clock seconds,
+    `expires_at` 0 is never.
 
-    `position` is the block's index in its chain, so a parent's is smaller. `tokens` is empty where only a digest is known.
+    `position` is the block's index in its chain, so a parent's is smaller. `tokens` is empty where only a
+    digest is known.
     """
 
     key: bytes
@@ -168,7 +176,9 @@ def bad_parts(layout: RecordLayout, image: memoryview, header: RecordHeader, par
 
 
 def pack_header(into: memoryview, layout: RecordLayout, header: RecordHeader) -> None:
-    """Write the header into the first `header_bytes` of a record image. Raises ValueError if it does not fit the layout."""
+    """Write the header into the first `header_bytes` of a record image. Raises ValueError if it does not fit
+    the layout.
+    """
     _check_fits(layout, header)
     table = header.part_crcs.tobytes() + header.tokens
     _FIXED.pack_into(
@@ -190,7 +200,9 @@ def stamp(into: memoryview, layout: RecordLayout, store: bytes, sequence: int) -
 
 
 def unpack_header(view: memoryview, layout: RecordLayout) -> RecordHeader:
-    """Decode and check a header of the layout's space. Raises RecordError; never trusts a length it has not checked."""
+    """Decode and check a header of the layout's space. Raises RecordError; never trusts a length it has not
+    checked.
+    """
     fields = _FIXED.unpack_from(view, 0)
     _check_intact(view, layout, fields)
     _, _, _, flags, num_parts, token_bytes, shard, position, store, sequence = fields[:10]

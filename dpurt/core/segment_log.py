@@ -4,18 +4,19 @@
     | superblock | header | seal | rec | rec | ... | rest | next segment
                  | 4 KiB  | 4 KiB|<-- fixed stride ->|
 
-A segment belongs to one *stream* (space, placement group), so its records have one size, and a torn record never stops a scan.
+A segment belongs to one *stream* (space, placement group), so its records have one size, and a torn record
+never stops a scan.
 
     free --place--> open --last slot placed--> full --reclaimed, or its last record dead, and no holds--> free
 
-A record is live from `place` until `forget`. `hold` keeps a segment from being reused while an operation touches it, reads and
-writes alike. A use of a segment has its own `sequence`, never used before by this store, so records of an earlier use
-are recognised.
+A record is live from `place` until `forget`. `hold` keeps a segment from being reused while an operation
+touches it, reads and writes alike. A use of a segment has its own `sequence`, never used before by this
+store, so records of an earlier use are recognised.
 
-Reclaim drops records, it does not compact: KV is ephemeral. A few hot ones may be re-appended within the write
-amplification budget; for them one free segment is kept in reserve. The victim is the segment whose live records are worth
-least, each weighing its size times the rank of its last use; only the `SAMPLE` oldest and the `SAMPLE` emptiest segments
-are compared, so the cost does not grow with the device.
+Reclaim drops records, it does not compact: KV is ephemeral. A few hot ones may be re-appended within the
+write amplification budget; for them one free segment is kept in reserve. The victim is the segment whose live
+records are worth least, each weighing its size times the rank of its last use; only the `SAMPLE` oldest and
+the `SAMPLE` emptiest segments are compared, so the cost does not grow with the device.
 
 Device I/O, record checksums and time are left to `dpurt.agents.block_store`.
 """
@@ -104,7 +105,9 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one record goes. `opens`: write this segment header first; `seals`: no slot is left in the segment after it."""
+    """Where one record goes. `opens`: write this segment header first; `seals`: no slot is left in the
+    segment after it.
+    """
 
     offset: int
     segment: int
@@ -292,7 +295,9 @@ class SegmentLog:
         )
 
     def forget(self, offset: int) -> bool:
-        """The record is not wanted any more. False if it was not live. A full segment without live records is free at once."""
+        """The record is not wanted any more. False if it was not live. A full segment without live records is
+        free at once.
+        """
         located = self._locate(offset)
         if located is None or not located[0].is_live[located[1]]:
             return False
@@ -325,7 +330,9 @@ class SegmentLog:
     # --- reclaim ---
 
     def victim(self, last_use: LastUse) -> int | None:
-        """The segment whose loss costs least; None when all are free or held. Open ones only when no full one is left."""
+        """The segment whose loss costs least; None when all are free or held. Open ones only when no full one
+        is left.
+        """
         candidates = self._candidates(_State.FULL) or self._candidates(_State.OPEN)
         if not candidates:
             return None

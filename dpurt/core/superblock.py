@@ -1,7 +1,7 @@
 """The superblock: what a store must remember across restarts. Pure: bytes in, values out.
 
-Two slots, A and B, share the metadata area; generation n goes to slot n mod 2, so a torn write leaves the one before it.
-The body is JSON, for a human with `strings`; before it stand magic, CRC-32C and length.
+Two slots, A and B, share the metadata area; generation n goes to slot n mod 2, so a torn write leaves the one
+before it. The body is JSON, for a human with `strings`; before it stand magic, CRC-32C and length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class SuperblockError(ValueError):
 
 
 class Superblock(msgspec.Struct, frozen=True, kw_only=True):
-    """`store` is a random id in hex; `incarnation` counts opens, `generation` superblock writes; `epochs` is per space name."""
+    """`store` is a random id in hex; `incarnation` counts opens, `generation` superblock writes; `epochs` is
+    per space name.
+    """
 
     store: str
     segment_bytes: int

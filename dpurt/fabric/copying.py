@@ -1,53 +1,33 @@
 """memcpy for fabrics whose peer's memory is mapped here, without stopping the event loop for long.
 
-Measured: a memoryview slice assignment, `numpy.copyto` and `ctypes.memmove` all run at memcpy speed from 64
-KiB up, and the slice assignment is the cheapest below. It holds the GIL, though, and any of them holds the
-loop. So small batches are copied in place, and large ones by numpy (which drops the GIL) in a worker thread,
-a chunk at a time, so that a deadline or cancellation waits for one chunk at most and never returns while a
-byte is still moving."""
+Measured: a memoryview slice assignment, `numpy.copyto` and `ctypes.memmove` all run at memcpy speed from 64 KiB up,
+and the slice assignment is the cheapest below. A worker thread costs a hop and a cold cache: 0.63-0.92x of a plain
+memcpy, against 0.8-1.0x for copying in place with a turn of the loop every 4 MiB, which holds it (and the GIL) for
+0.4 ms. So that is what we do. Cancellation and deadlines are seen at the turns: when this returns or raises, no byte
+is moving any more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import trio
 
-__all__ = ["INLINE_BYTES", "copy_all"]
+__all__ = ["copy_all"]
 
-INLINE_BYTES = 2 << 20
-_HOLD_BYTES = 1 << 20  # copied by slices, with the GIL held, before one copy by numpy lets others have it
-_CHUNK_BYTES = 16 << 20
-
-Pair = tuple[memoryview, memoryview]
+_TURN_BYTES = 4 << 20
 
 
-async def copy_all(pairs: Sequence[Pair]) -> None:
-    """Copy each (source, target), of equal lengths. When this returns or raises, no copying is going on any
-    more."""
-    if sum(len(source) for source, _ in pairs) <= INLINE_BYTES:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        for source, target in pairs:
-            target[:] = source
-        await trio.lowlevel.cancel_shielded_checkpoint()
-    else:
-        await trio.to_thread.run_sync(_copy_in_thread, pairs)
-
-
-def _copy_in_thread(pairs: Sequence[Pair]) -> None:
-    held = unchecked = 0
+async def copy_all(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
+    """Copy each (source, target), of equal lengths, in order."""
+    await trio.lowlevel.checkpoint_if_cancelled()
+    copied = 0
     for source, target in pairs:
-        held += len(source)
-        if held < _HOLD_BYTES:
-            target[:] = source
-            continue
-        for start in range(0, len(source), _CHUNK_BYTES):
-            stop = start + _CHUNK_BYTES
-            np.copyto(
-                np.frombuffer(target[start:stop], np.uint8), np.frombuffer(source[start:stop], np.uint8)
-            )
-            unchecked += held
-            held = 0
-            if unchecked >= _CHUNK_BYTES:
-                trio.from_thread.check_cancelled()
-                unchecked = 0
+        for start in range(0, len(source), _TURN_BYTES):
+            part = source[start : start + _TURN_BYTES]
+            if copied + len(part) > _TURN_BYTES:
+                await trio.lowlevel.checkpoint()
+                copied = 0
+            target[start : start + len(part)] = part
+            copied += len(part)
+    await trio.lowlevel.cancel_shielded_checkpoint()

@@ -17,8 +17,8 @@ exchange goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import trio
@@ -199,26 +199,21 @@ async def respond(wire: Wire, service: Service) -> None:
     """Serve requests until the peer ends the connection between two of them. Raises FabricError for any other
     end."""
     while not await wire.at_end():
-        try:
-            with _in_time(wire, "request head", 0, service.pace):
-                op, entries, total = await _read_request(wire, service)
-            with _in_time(wire, OP_NAMES[op], total, service.pace):
-                await _answer(wire, service, op, entries, total)
-        except RemoteProtocolError as error:
-            raise FabricError(wire.peer, "request", "protocol", 0, error.message) from error
-
-
-@contextmanager
-def _in_time(wire: Wire, stage: str, num_bytes: int, pace: Pace) -> Iterator[None]:
-    with trio.CancelScope(deadline=pace.deadline(num_bytes)) as scope:
-        yield
-    if scope.cancelled_caught:
-        raise FabricError(wire.peer, stage, "timed_out", 0, f"peer too slow for {num_bytes} bytes")
+        total = 0
+        with trio.CancelScope(deadline=service.pace.deadline(0)) as scope:
+            op, entries, total = await _read_request(wire, service)
+            scope.deadline = service.pace.deadline(total)
+            await _answer(wire, service, op, entries, total)
+        if scope.cancelled_caught:
+            raise FabricError(wire.peer, "request", "timed_out", 0, f"peer too slow for {total} bytes")
 
 
 async def _read_request(wire: Wire, service: Service) -> tuple[int, list[Entry], int]:
-    op, count = decode_header(await wire.receive_bytes(HEADER.size), service.ops, service.limits)
-    entries, total = decode_entries(await wire.receive_bytes(count * ENTRY.size), service.limits)
+    try:
+        op, count = decode_header(await wire.receive_bytes(HEADER.size), service.ops, service.limits)
+        entries, total = decode_entries(await wire.receive_bytes(count * ENTRY.size), service.limits)
+    except RemoteProtocolError as error:
+        raise FabricError(wire.peer, "request", "protocol", 0, error.message) from error
     return op, entries, total
 
 

@@ -322,7 +322,7 @@ class _Run:
         self._count(where, turn)
         self._asking.setdefault(block, []).append(turn)
         if where == "in_flight":
-            pass
+            self.device.promote(self._reads[block])
         else:
             self._read(Read(block, self.scenario.block_bytes, None, is_demand=True))
         self._start_reads()

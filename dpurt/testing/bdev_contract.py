@@ -1,8 +1,8 @@
 """The `Bdev` contract as a test suite: `await check_bdev(make)`. Whatever passes may serve the storage agent.
 
-`make()` gives a fresh open device of at least `MIN_BYTES`, any content; the suite overwrites and closes it. Two optional hooks
-cover what a backend cannot show by itself: `reopen(bdev)` opens a closed device again (persistence), and `stall(bdev)` is
-a context in which the device answers nothing (late completions).
+`make()` gives a fresh open device of at least `MIN_BYTES`, any content; the suite overwrites and closes it.
+Two optional hooks cover what a backend cannot show by itself: `reopen(bdev)` opens a closed device again
+(persistence), and `stall(bdev)` is a context in which the device answers nothing (late completions).
 """
 
 from __future__ import annotations

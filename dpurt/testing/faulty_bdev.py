@@ -1,7 +1,7 @@
 """A bdev that fails on request: slow, erroring, hung with a late completion, silently corrupt, or short.
 
-Faults queue up; each operation of the right kind takes the first that fits. A hung operation is carried out by `resume()`,
-so its late write into the caller's buffer really happens, as with a real device.
+Faults queue up; each operation of the right kind takes the first that fits. A hung operation is carried out
+by `resume()`, so its late write into the caller's buffer really happens, as with a real device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _FOREVER = float("inf")
 class Fault:
     """What happens to the next `count` operations of kind `op` (that cover byte `at`, if given).
 
-    ``delay`` waits `delay_s`; ``error`` fails with `status`, nothing moved; ``hang`` waits for `resume()`; ``corrupt`` inverts
-    the byte at `at` (default: the first) with status OK; ``short`` moves the first half, then fails with ``"short"``.
+    ``delay`` waits `delay_s`; ``error`` fails with `status`, nothing moved; ``hang`` waits for `resume()`;
+    ``corrupt`` inverts the byte at `at` (default: the first) with status OK; ``short`` moves the first half,
+    then fails with ``"short"``.
     """
 
     op: Literal["read", "write", "flush", "deallocate"]

@@ -1,4 +1,6 @@
-"""The block store: round trips, refusals, crashes at any point, reclaim, and what a failing device does to it."""
+"""The block store: round trips, refusals, crashes at any point, reclaim, and what a failing device does to
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ NOW = 1_000_000.0
 
 def make_space(tenant: str = "t", parts: Sequence[int] = (5000, 3000, 4000)) -> Space:
     groups = tuple(
-        LayerGroup(name=f"g{i}", num_layers=1, num_kv_heads=1, head_size=1, part_bytes=n) for i, n in enumerate(parts)
+        LayerGroup(name=f"g{i}", num_layers=1, num_kv_heads=1, head_size=1, part_bytes=n)
+        for i, n in enumerate(parts)
     )
     geometry = Geometry(block_tokens=4, groups=groups)
     return Space(model="m", revision="r", kv_dtype="bf16", geometry=geometry, tenant=tenant)
@@ -123,7 +126,9 @@ async def test_a_device_with_somebody_elses_data_is_refused_and_left_alone(at: i
     with pytest.raises(ConfigError, match="not a dpurt store.*format=True"):
         await BlockStore.open(bdev, capacity_bytes=CAPACITY, segment_bytes=SEGMENT, clock=lambda: NOW)
     assert bdev.image == before
-    await BlockStore.open(bdev, capacity_bytes=CAPACITY, segment_bytes=SEGMENT, clock=lambda: NOW, format=True)
+    await BlockStore.open(
+        bdev, capacity_bytes=CAPACITY, segment_bytes=SEGMENT, clock=lambda: NOW, format=True
+    )
     assert at >= METADATA_BYTES or bdev.image[at] != 0x53 or at in (0, 32768)
 
 
@@ -144,7 +149,9 @@ async def test_capacity_and_segment_size_are_checked_with_both_values() -> None:
     with pytest.raises(ConfigError, match=f"made with {SEGMENT}, not {2 * SEGMENT}"):
         await BlockStore.open(bdev, capacity_bytes=CAPACITY, segment_bytes=2 * SEGMENT, clock=lambda: NOW)
     with pytest.raises(ConfigError, match="at least 3 are needed"):
-        await BlockStore.open(bdev, capacity_bytes=METADATA_BYTES + SEGMENT, segment_bytes=SEGMENT, clock=lambda: NOW)
+        await BlockStore.open(
+            bdev, capacity_bytes=METADATA_BYTES + SEGMENT, segment_bytes=SEGMENT, clock=lambda: NOW
+        )
 
 
 async def test_use_before_rebuild_is_refused() -> None:
@@ -245,7 +252,13 @@ async def test_a_corrupt_part_is_refused_and_the_others_still_served() -> None:
     assert await refusal(store, offset, 1) == "checksum"
     assert await refusal(store, offset, 1, parts_mask=0b010) == "checksum"
     await store.read(
-        LAYOUT, offset, aligned_buffer(LAYOUT.record_bytes), key=key_of(1), shard=0, deadline=INF, parts_mask=0b101
+        LAYOUT,
+        offset,
+        aligned_buffer(LAYOUT.record_bytes),
+        key=key_of(1),
+        shard=0,
+        deadline=INF,
+        parts_mask=0b101,
     )
 
 
@@ -460,7 +473,9 @@ async def test_a_segment_whose_header_cannot_be_written_is_given_up() -> None:
     store.check_integrity()
 
 
-async def test_a_read_that_times_out_keeps_its_segment_until_settled(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_read_that_times_out_keeps_its_segment_until_settled(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     bdev = FaultyBdev(MemoryBdev(CAPACITY))
     store, _ = await open_store(bdev)
     [offset] = await put(store, 1)
@@ -495,7 +510,9 @@ async def test_partial_reads_that_time_out_settle_as_one(autojump_clock: trio.te
     assert bdev.stats.abandoned == 0
 
 
-async def test_a_late_write_cannot_land_in_a_segment_given_to_others(autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_late_write_cannot_land_in_a_segment_given_to_others(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     bdev = FaultyBdev(MemoryBdev(CAPACITY))
     store, _ = await open_store(bdev)
     await put(store, 0, 1, 2)
@@ -511,7 +528,9 @@ async def test_a_late_write_cannot_land_in_a_segment_given_to_others(autojump_cl
     assert store.stats().log.free_segments == 6
 
 
-async def test_cancelling_a_reader_does_not_free_the_buffer_early(autojump_clock: trio.testing.MockClock) -> None:
+async def test_cancelling_a_reader_does_not_free_the_buffer_early(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
     bdev = FaultyBdev(MemoryBdev(CAPACITY))
     store, _ = await open_store(bdev)
     [offset] = await put(store, 1)
@@ -539,7 +558,9 @@ async def test_a_failed_seal_only_costs_verification() -> None:
 
 @dataclass
 class CrashableBdev(MemoryBdev):
-    """Remembers writes since the last flush, so that a crash can lose or tear any of them (in 512-byte sectors)."""
+    """Remembers writes since the last flush, so that a crash can lose or tear any of them (in 512-byte
+    sectors).
+    """
 
     pending: list[tuple[int, bytes]] = field(default_factory=list)
 
@@ -591,7 +612,9 @@ def _device(image: bytearray) -> MemoryBdev:
 
 
 async def _work_until_power_off(store: BlockStore, rng: random.Random) -> dict[int, int]:
-    """Random appends, reclaims and forgets; the offsets of the blocks that were acknowledged and not given up."""
+    """Random appends, reclaims and forgets; the offsets of the blocks that were acknowledged and not given
+    up.
+    """
     kept: dict[int, int] = {}
     number = 0
     for _ in range(40):

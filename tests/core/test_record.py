@@ -33,7 +33,9 @@ def make_space(*part_bytes: int, block_tokens: int = 16, tenant: str = "t") -> S
     return Space(model="m", revision="r", kv_dtype="bf16", geometry=geometry, tenant=tenant)
 
 
-def make_image(layout: RecordLayout, fill: bytes = b"payload", tokens: bytes = b"", **fields: float) -> memoryview:
+def make_image(
+    layout: RecordLayout, fill: bytes = b"payload", tokens: bytes = b"", **fields: float
+) -> memoryview:
     image = memoryview(bytearray(layout.record_bytes))
     payload = layout.payload(image)
     payload[:] = (fill * (len(payload) // len(fill) + 1))[: len(payload)]
@@ -125,7 +127,9 @@ def test_header_round_trip(fields: dict[str, object]) -> None:
 
 
 @given(headers, st.binary(min_size=8, max_size=8), st.integers(0, 2**64 - 1))
-def test_stamp_changes_store_and_sequence_only(fields: dict[str, object], store: bytes, sequence: int) -> None:
+def test_stamp_changes_store_and_sequence_only(
+    fields: dict[str, object], store: bytes, sequence: int
+) -> None:
     image = memoryview(bytearray(SMALL.record_bytes))
     pack_header(image, SMALL, RecordHeader(fingerprint=SMALL.fingerprint, **fields))  # type: ignore[arg-type]
     stamp(image, SMALL, store, sequence)
@@ -157,7 +161,9 @@ def test_any_changed_payload_byte_is_noticed_in_its_part(at: int, flip: int) -> 
 @given(st.integers(0, SMALL.header_bytes))
 def test_a_header_cut_short_is_noticed(kept: int) -> None:
     image = make_image(SMALL, tokens=b"\xff" * 64)
-    significant = SMALL.header_bytes - next(i for i, b in enumerate(reversed(image[: SMALL.header_bytes])) if b)
+    significant = SMALL.header_bytes - next(
+        i for i, b in enumerate(reversed(image[: SMALL.header_bytes])) if b
+    )
     image[kept : SMALL.header_bytes] = bytes(SMALL.header_bytes - kept)
     if kept < significant:
         assert reason_of(image, SMALL) in ("blank", "magic", "version", "fingerprint", "header_crc")
@@ -178,7 +184,10 @@ def test_reasons() -> None:
     image = make_image(SMALL)
     image[12] = 99
     assert reason_of(image, SMALL) == "version"
-    assert reason_of(make_image(RecordLayout.of(make_space(700, 1, 5000, tenant="other"))), SMALL) == "fingerprint"
+    assert (
+        reason_of(make_image(RecordLayout.of(make_space(700, 1, 5000, tenant="other"))), SMALL)
+        == "fingerprint"
+    )
     image = make_image(SMALL)
     image[100] ^= 1
     assert reason_of(image, SMALL) in ("fingerprint", "header_crc")

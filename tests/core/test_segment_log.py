@@ -26,7 +26,10 @@ A, B = b"a" * 32, b"b" * 32
 
 def make_log(segments: int = 5) -> SegmentLog:
     return SegmentLog(
-        capacity_bytes=METADATA_BYTES + segments * SEGMENT, segment_bytes=SEGMENT, store=STORE, first_sequence=1 << 32
+        capacity_bytes=METADATA_BYTES + segments * SEGMENT,
+        segment_bytes=SEGMENT,
+        store=STORE,
+        first_sequence=1 << 32,
     )
 
 
@@ -284,7 +287,9 @@ class SegmentLogMachine(RuleBasedStateMachine):
 
     @rule(hot=st.integers(0, 4))
     def reclaim(self, hot: int) -> None:
-        victim = self.log.victim(lambda o: np.array([self.log.segment_of(int(x)) == hot for x in o], dtype=float))
+        victim = self.log.victim(
+            lambda o: np.array([self.log.segment_of(int(x)) == hot for x in o], dtype=float)
+        )
         full = [s for s, n in self.used.items() if n == 4 and self.log.header_of(s) and not self.holds[s]]
         if victim is None:
             assert not full

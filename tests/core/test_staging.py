@@ -680,6 +680,23 @@ def test_dropped_block_is_unreachable_at_once_and_its_reader_drains() -> None:
     assert pool.drop(77) is None
 
 
+def test_policy_remembers_what_it_evicted_but_not_what_was_dropped() -> None:
+    gone: list[tuple[int, bool]] = []
+
+    class Remembering(Lru):
+        def remove(self, block: int, *, evicted: bool) -> None:
+            super().remove(block, evicted=evicted)
+            gone.append((block, evicted))
+
+    pool = StagingPool(1, 3, Remembering(1))
+    stage(pool, 1)
+    stage(pool, 2)
+    pool.drop(2)
+    pool.take(3, ALL, 0.0)
+    pool.fill_failed(0, ALL)
+    assert gone == [(1, True), (2, False), (3, False)]
+
+
 # --- leases ---------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from dpurt.errors import ConfigError, FabricError, NodeUnavailable
+from dpurt.fabric import copying
 from dpurt.fabric.shm import ShmFabric, ShmLimits
 from dpurt.testing.fabric_contract import ALICE, BOB, SHARED, FabricTraits, piece, serving, soon, token_of
 
@@ -223,10 +224,19 @@ async def test_a_push_waits_for_a_landing_that_its_control_message_overtook(path
         sock.close()
 
 
-async def test_pulls_above_the_inline_size_run_beside_the_loop(path):
+async def test_others_have_their_turn_during_a_large_pull_and_a_cancelled_one_stops_there(path, monkeypatch):
+    monkeypatch.setattr(copying, "_TURN_BYTES", 1 << 20)
     async with shm_rig(path) as rig:
         host = await rig.open()
-        pieces = [piece(SHARED, i << 20, 1 << 20) for i in range(5)]
-        await host.pull(pieces, soon())
-        assert b"".join(got.local for got in pieces) == rig.bytes(SHARED, 0, 5 << 20)
+        got = piece(SHARED, 0, 5 << 20)
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(host.pull, [got], soon())
+                await trio.lowlevel.checkpoint()
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert host.stats.pulls == 0
+        assert got.local[-1:] == b"\0"
+        await host.pull([got], soon())
+        assert got.local == rig.bytes(SHARED, 0, 5 << 20)
         await host.aclose()

@@ -79,6 +79,22 @@ def test_one_read_serves_two_hosts():
     assert result.bytes_read_per_useful_byte == 1.0
 
 
+def test_a_prefetch_somebody_waits_for_overtakes_the_others():
+    """Read 10 ms each, in the order 1, 5, 2, 3, 4: the fifth is waited for before the second is."""
+    fast = dataclasses.replace(DEVICE, bandwidth_bytes_per_s=100.0, queue_depth=1)
+    chain, lone, other = (1, 2, 3, 4), (5,), (6, 7, 8, 9, 10)
+    requests = (request(0, *chain), request(100, *lone), request(200, *other))
+    again = (request(300, *chain), request(300, *lone))
+    changes = {
+        "link_bytes_per_s": 1e9,
+        "staging_share": 0.5,
+        "prefetch_share": 1.0,
+        "prefetch_queue_depth": 8,
+    }
+    result = run("sliding_window", *requests, *again, device=fast, hosts=2, **changes)
+    assert result.stall_s == pytest.approx(0.05 + 0.02, abs=1e-6)
+
+
 def test_requests_queue_for_hosts_in_order():
     result = run("none", request(0, 1), request(0, 2), request(0, 3))
     assert (result.ttft_p50_s, result.ttft_p99_s) == (20.25, 30.25)

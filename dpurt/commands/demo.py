@@ -1,0 +1,107 @@
+"""`dpurt demo`: a node and two GPU-host processes replay a real trace, every byte checked. See `dpurt.demo`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from dpurt.config.reading import parse_size
+from dpurt.demo import report
+from dpurt.demo.plan import Plan, make_plan
+from dpurt.demo.run import Outcome, play
+from dpurt.errors import ConfigError
+from dpurt.json_output import add_json_argument, write_json
+from dpurt.progress import Progress
+from dpurt.replay.trace import read_mooncake
+
+TRACE = "mooncake_conversation_1600.jsonl.gz"
+SPARE_BYTES = 2 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--requests", type=int, default=1500, metavar="N", help="how many of the trace (default 1500)")
+    parser.add_argument("--fabric", choices=["shm", "tcp", "both"], default="both")
+    parser.add_argument("--speed", type=float, default=12.0, metavar="X", help="times faster than the trace (default 12)")
+    parser.add_argument("--block-bytes", default="256 KiB", metavar="SIZE", help="KV bytes of a block (default 256 KiB)")
+    parser.add_argument("--staging", type=float, default=0.05, metavar="SHARE", help="of the distinct blocks (default 0.05)")
+    parser.add_argument("--policy", choices=["dpurt", "none"], default="dpurt", help="prefetch, or demand reads only")
+    parser.add_argument("--crash", action="store_true", help="kill -9 the node in the middle and start it again")
+    parser.add_argument("--trace", type=Path, help="another Mooncake JSONL trace (default: the one in the package)")
+    parser.add_argument("--dir", type=Path, help="where to work, on the disk to use (default: a temporary folder)")
+    parser.add_argument("--picture", type=Path, default=Path("dpurt-demo.html"), metavar="FILE")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Play, show, judge: 1 when a byte was wrong, a host could not be served, or figures do not add up."""
+    plan = _plan(args)
+    quiet = args.json == "-"
+    if not quiet:
+        print(_intro(plan, args))
+    work = Path(tempfile.mkdtemp(prefix="dpurt-demo-", dir=args.dir))
+    try:
+        outcomes = _play_all(plan, args, work, quiet)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    report.write_picture(args.picture, plan, outcomes)
+    if not quiet:
+        print(f"picture: {args.picture}")
+    if args.json is not None:
+        write_json(args.json, report.as_json(plan, outcomes))
+    return 0 if all(is_good(outcome) for outcome in outcomes) else 1
+
+
+def is_good(outcome: Outcome) -> bool:
+    """No wrong byte, and the books balance. With a crash, requests may have found no node."""
+    wrong = sum(h.wrong_bytes + h.checksum_errors for h in outcome.hosts)
+    lost = 0 if outcome.crash else sum(h.unreachable for h in outcome.hosts)
+    return not wrong and not lost and not outcome.exit_code and report.ledger_adds_up(outcome.stats)
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    if args.requests < 1 or args.speed <= 0 or not 0 < args.staging <= 1:
+        raise ConfigError("demo", "--requests >= 1, --speed > 0 and 0 < --staging <= 1 are expected")
+    block_bytes = parse_size(args.block_bytes)
+    if block_bytes < 16384 or block_bytes % 16384:
+        raise ConfigError("--block-bytes", f"expected a multiple of 16 KiB, got {args.block_bytes}")
+    with resources.as_file(resources.files("dpurt.bench") / "traces" / TRACE) as shipped:
+        trace = list(read_mooncake(args.trace or shipped, args.requests))
+    if not trace:
+        raise ConfigError(str(args.trace), "the trace has no request")
+    plan = make_plan(trace, block_bytes=block_bytes, staging_share=args.staging, speed=args.speed)
+    free = shutil.disk_usage(args.dir or tempfile.gettempdir()).free
+    if plan.store_bytes + SPARE_BYTES > free:
+        raise ConfigError("--dir", f"{plan.store_bytes:,} bytes of disk are needed and {free:,} are free; use fewer --requests")
+    return plan
+
+
+def _intro(plan: Plan, args: argparse.Namespace) -> str:
+    scales = report.scales(plan)
+    return (
+        f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on a file\n"
+        f"  scales: time x{plan.speed:g} ({plan.span_s:.0f} s), bytes 1/{scales['bytes_scale']} "
+        f"({plan.block_bytes >> 10} KiB for a 512-token block; the 70B model has {report.TRACE_BLOCK_BYTES >> 20} MiB);\n"
+        f"  the trace has block ids only, so tokens and KV bytes are synthetic; there is no GPU\n"
+        f"  {plan.block_refs:,} block references, {plan.distinct_blocks:,} distinct blocks "
+        f"({plan.store_bytes / 2**30:.1f} GiB file), staging {plan.staging_blocks:,} blocks ({args.staging:.0%})"
+    )
+
+
+def _play_all(plan: Plan, args: argparse.Namespace, work: Path, quiet: bool) -> list[Outcome]:
+    kinds: Sequence[str] = ["shm", "tcp"] if args.fabric == "both" else [args.fabric]
+    outcomes = []
+    for kind in kinds:
+        with Progress(f"{kind} fabric", 1000) as progress:
+            outcome = play(
+                plan, kind, work / kind, args.policy, crash=args.crash,
+                progress=lambda done, bar=progress: bar.update(int(done * 1000)),
+            )  # fmt: skip
+        outcomes.append(outcome)
+        if not quiet:
+            print(f"\n--- {kind} fabric, {outcome.wall_s:.0f} s ---\n{report.text(plan, outcome)}")
+    return outcomes
