@@ -29,6 +29,8 @@ from functools import partial
 
 import trio
 
+from dpurt.agents.device_batch import raise_as_one, run_batch
+from dpurt.agents.segment_scan import Rebuilt, SegmentScan
 from dpurt.bdev import Bdev
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.core import superblock as sb
@@ -44,9 +46,6 @@ from dpurt.core.segment_log import (
 )
 from dpurt.core.superblock import Superblock
 from dpurt.errors import BdevError, BdevTimeout, ConfigError, DpurtError, LocalProtocolError
-
-from dpurt.agents.device_batch import raise_as_one, run_batch
-from dpurt.agents.segment_scan import Rebuilt, SegmentScan
 
 __all__ = ["BlockStore", "Reclaim", "StoreFull", "StoreStats"]
 

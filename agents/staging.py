@@ -105,6 +105,11 @@ class StagingAgent(Actor[None]):
                 for keep_house in self.housekeeping:
                     keep_house(now)
 
+    @property
+    def num_flights(self) -> int:
+        """Reads under way."""
+        return len(self._flights)
+
     # --- where a block is (the prefetch core's StagingView) ---
 
     def where(self, ref: int, parts_mask: int | None = None) -> Where:

@@ -409,7 +409,8 @@ class PrefixIndex:
         table = self.table
         doomed = table.closed_part(ids[self._is_nowhere(ids)])
         above = self._kept_only_by(doomed)
-        everyone, rows = np.concatenate((ids, above)), np.concatenate((before, table.where[above]))
+        others = np.setdiff1d(above, ids)
+        everyone, rows = np.concatenate((ids, others)), np.concatenate((before, table.where[others]))
         doomed = np.concatenate((doomed, above))
         table.mark[doomed] = 1
         forgotten = table.mark[everyone] == 1

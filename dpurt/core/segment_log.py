@@ -396,7 +396,7 @@ class SegmentLog:
     def check_integrity(self) -> None:
         """Assert the invariants; for tests and idle times."""
         free = {i for i, s in enumerate(self._segments) if s.state is _State.FREE}
-        assert free == set(self._free) and len(free) == len(self._free), "the free list is the free segments"
+        assert sorted(free) == sorted(self._free), "the free list is the free segments, each once"
         opened = {i for i, s in enumerate(self._segments) if s.state is _State.OPEN}
         assert opened == set(self._open.values()), "one open segment per stream"
         for segment in self._segments:

@@ -7,6 +7,7 @@ Two optional hooks cover what a backend cannot show by itself: `reopen(bdev)` op
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -69,13 +70,15 @@ async def _refusal(operation: Awaitable[None]) -> BdevError:
 async def _check_info(bdev: Bdev) -> None:
     info = bdev.info
     assert isinstance(bdev, Bdev), "all methods of the Protocol are there"
-    assert info.name and info.kind, info
+    assert info.name, info
+    assert info.kind, info
     assert info.size_bytes >= MIN_BYTES, f"the suite needs {MIN_BYTES} bytes, got {info.size_bytes}"
     for power_of_two in (info.block_size, info.buffer_align):
-        assert power_of_two > 0 and not power_of_two & (power_of_two - 1), info
+        assert power_of_two.bit_count() == 1, info
     assert not info.size_bytes % info.block_size, info
-    assert info.block_size <= 4096 and info.buffer_align <= 4096, "slots are aligned to 4096 only"
-    assert info.max_transfer_bytes >= info.block_size and info.queue_depth >= 1, info
+    assert max(info.block_size, info.buffer_align) <= 4096, "slots are aligned to 4096 only"
+    assert info.max_transfer_bytes >= info.block_size, info
+    assert info.queue_depth >= 1, info
 
 
 async def _check_round_trip(bdev: Bdev) -> None:
@@ -90,7 +93,7 @@ async def _check_scatter_lists(bdev: Bdev) -> None:
     block = bdev.info.block_size
     data = _noise(16 * block)
     cuts = [0, 1, 4, 4, 9, 16]
-    pieces = [data[a * block : b * block] for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [data[a * block : b * block] for a, b in itertools.pairwise(cuts)]
     await bdev.write_from(0, pieces, _soon())
     into = aligned_buffer(40 * block)
     places = [into[20 * block : 27 * block], into[0:block], into[8 * block : 16 * block]]
@@ -170,7 +173,8 @@ async def _check_alignment(bdev: Bdev) -> None:
     if bdev.info.buffer_align > 1:
         askew = buffer[1 : block + 1]
         error = await _refusal(bdev.read_into(0, [buffer[:block], askew], _soon()))
-        assert error.status == "unaligned" and "buffer 1" in str(error), "the message names the buffer"
+        assert error.status == "unaligned"
+        assert "buffer 1" in str(error), "the message names the buffer"
 
 
 async def _check_out_of_range(bdev: Bdev) -> None:
@@ -184,16 +188,19 @@ async def _check_out_of_range(bdev: Bdev) -> None:
         bdev.deallocate(size, block, _soon()),
     ):
         error = await _refusal(operation)
-        assert error.status == "out_of_range" and str(size) in str(error), "the message names the limit"
+        assert error.status == "out_of_range"
+        assert str(size) in str(error), "the message names the limit"
 
 
 async def _check_passed_deadline(bdev: Bdev) -> None:
     data = _noise(bdev.info.block_size)
     await bdev.write_from(0, [data], _soon())
     error = await _refusal(bdev.read_into(0, [aligned_buffer(len(data))], trio.current_time() - 1))
-    assert isinstance(error, BdevTimeout) and error.status == "timed_out"
+    assert isinstance(error, BdevTimeout)
+    assert error.status == "timed_out"
     await error.settled()
-    assert bdev.stats.timeouts == 1 and bdev.stats.abandoned == 0
+    assert bdev.stats.timeouts == 1
+    assert bdev.stats.abandoned == 0
     assert await _read(bdev, 0, len(data)) == data, "a timeout does not harm the device"
 
 

@@ -347,12 +347,15 @@ def test_protection_also_reaches_past_blocks_that_were_set_aside() -> None:
 def test_gone_blocks_and_old_ranks_take_no_memory(name: str) -> None:
     policy = PAIRS[name][0]()
     for block in range(1, 1_000):
-        filled(policy, [block, -block])
-        policy.touch([block] * 5, float(block))
+        filled(policy, [block, block + 5_000])
         policy.hold(block)
         policy.victim(0.0)
         policy.remove(block, evicted=False)
-        policy.remove(-block, evicted=True)
+        policy.remove(block + 5_000, evicted=True)
+    filled(policy, [1])
+    for now in range(5_000):
+        policy.touch([1], now)
+    policy.remove(1, evicted=False)
     assert len(policy) == 0
     sizes = {key: len(value) for key, value in vars(policy).items() if hasattr(value, "__len__")}
     assert sizes.pop("_ghost", 0) <= CAPACITY

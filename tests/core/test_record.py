@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -91,7 +93,7 @@ def test_extents_cover_the_parts_and_stay_inside_the_record(sizes: list[int], da
     mask = data.draw(st.integers(0, layout.all_parts))
     extents = layout.extents(mask)
     assert all(a % ALIGN == b % ALIGN == 0 for a, b in extents)
-    assert all(b < c for (_, b), (c, _) in zip(extents, extents[1:], strict=False))
+    assert all(b < c for (_, b), (c, _) in itertools.pairwise(extents))
     assert extents[-1][1] <= layout.record_bytes
     for i in (i for i in range(layout.num_parts) if mask >> i & 1):
         start, stop = (layout.header_bytes + layout.part_offsets[i + d] for d in (0, 1))
@@ -101,7 +103,7 @@ def test_extents_cover_the_parts_and_stay_inside_the_record(sizes: list[int], da
 
 # --- codec ---
 
-headers = st.builds(
+headers: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
     key=st.binary(min_size=16, max_size=16),
     parent=st.binary(min_size=16, max_size=16),
