@@ -21,6 +21,7 @@ is left to the index; whose turn it is, to the caller.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,7 +178,7 @@ class BlockStore:
             raise ConfigError("$.store.capacity_bytes", problem)
         deadline = trio.current_time() + deadline_s
         found = await _find_superblock(bdev, deadline, may_overwrite=format)
-        superblock = (found or Superblock.fresh(segment_bytes)).opened()
+        superblock = (found or Superblock(store=secrets.token_hex(16), segment_bytes=segment_bytes)).opened()
         if superblock.segment_bytes != segment_bytes:
             problem = f"the store on bdev {bdev.info.name} was made with {superblock.segment_bytes}, not {segment_bytes}"
             raise ConfigError("$.store.segment_bytes", problem)

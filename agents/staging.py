@@ -51,6 +51,7 @@ class Gather:
     expires: float | None
     blocks: list[Acquired]
     missing: int = 0
+    is_over: bool = False  # nobody waits any more: late answers take no lease
     complete: trio.Event = field(default_factory=trio.Event)
 
     def settle(self, position: int, acquired: Acquired) -> None:
@@ -61,6 +62,16 @@ class Gather:
             self.complete.set()
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One block a gather waits for: its position there, and the parts wanted."""
+
+    gather: Gather
+    position: int
+    mask: int
+    deadline: float
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A read under way into `slot`."""
@@ -69,9 +80,9 @@ class Flight:
     ref: int
     slot: int
     parts_mask: int
-    job: ReadJob | None = None
+    job: ReadJob
     prefetch_job: int | None = None
-    waiting: list[tuple[Gather, int]] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
 
 
 class StagingAgent(Actor[None]):
@@ -185,20 +196,20 @@ class StagingAgent(Actor[None]):
         """
         gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
         now = trio.current_time()
-        flights: list[Flight] = []
+        needs: list[Demanded] = []
         for position, ref in enumerate(state.refs(handles, shard)):
-            flight = self._want(
+            where = self._want(
                 state, ref, handles[position], shard, parts_mask, gather, position, now, deadline
             )
-            if flight is not None:
-                flights.append(flight)
+            needs.append(Demanded(ref, sequence, where, parts_mask))
+        for need in needs:
+            self.observe(need)
         if gather.missing:
             try:
                 with trio.move_on_at(deadline):
                     await gather.complete.wait()
             finally:
-                for flight in flights:
-                    flight.waiting = [entry for entry in flight.waiting if entry[0] is not gather]
+                gather.is_over = True
         return gather.blocks
 
     def _want(
@@ -212,30 +223,29 @@ class StagingAgent(Actor[None]):
         position: int,
         now: float,
         deadline: float,
-    ) -> Flight | None:
-        """Answer one block at once, or leave it waiting for the flight that is returned."""
+    ) -> Where:
+        """Answer one block at once, or leave it waiting for a flight. Says where it was."""
         slot = self._ready(state.slab.pool, ref, mask)
         flight = self._flights.get(ref)
         where: Where = "staging" if slot is not None else "in_flight" if flight is not None else "nvme"
         if slot is None and flight is None and self._extent(state, handle, shard) < 0:
             where = "gone"
-        self.observe(Demanded(ref, gather.sequence, where, mask))
         if slot is not None:
             gather.blocks[position] = self._leased(state, slot, mask, gather, "staging", now)
-            return None
+            return where
         if where == "gone":
             gather.blocks[position] = Acquired("miss")
-            return None
+            return where
         if flight is None:
             flight = self._start(state, ref, handle, shard, mask, now, deadline, is_demand=True, job=None)
             if flight is None:
                 gather.blocks[position] = Acquired("no_room", reason="every staging slot is in use")
-                return None
-        elif flight.job is not None:
+                return where
+        else:
             self._storage.promote(flight.job)
         gather.missing += 1
-        flight.waiting.append((gather, position))
-        return flight
+        flight.waiting.append(Waiting(gather, position, mask, deadline))
+        return where
 
     def _leased(
         self, state: SpaceState, slot: int, mask: int, gather: Gather, source: str, now: float
@@ -265,7 +275,7 @@ class StagingAgent(Actor[None]):
     def cancel_prefetch(self, job: int) -> None:
         """Take a job back, if it has not started and nobody waits for it."""
         flight = self._by_job.get(job)
-        if flight is not None and flight.job is not None and not flight.waiting:
+        if flight is not None and all(waiting.gather.is_over for waiting in flight.waiting):
             self._storage.cancel(flight.job)
 
     def _start(
@@ -281,57 +291,75 @@ class StagingAgent(Actor[None]):
         is_demand: bool,
         job: int | None,
     ) -> Flight | None:
+        """Send a block on its way into a slot; None when there is no room. It must be on flash and not under way."""
+        assert ref not in self._flights
         taken = state.slab.pool.take(ref, mask, now)
         if taken is None:
             return None
-        if taken.evicted is not None:
-            self._index.slot_evicted(taken.evicted, now)
         block_id = state.block_id(handle)
-        extent = state.extent_of(block_id, shard) if block_id >= 0 else -1
-        if extent < 0:  # the eviction took this very chain
-            state.slab.pool.fill_failed(taken.slot, taken.to_fill)
-            return None
-        flight = Flight(state, ref, taken.slot, taken.to_fill, prefetch_job=job)
-        flight.job = ReadJob(
-            state, ref, state.index.key(block_id), shard, taken.slot, extent, taken.to_fill,
+        read = ReadJob(
+            state, ref, state.index.key(block_id), shard, taken.slot, state.extent_of(block_id, shard), taken.to_fill,
             max(deadline, now + self._storage.deadline_s), is_demand, self._landed,
         )  # fmt: skip
-        self._flights[ref] = flight
+        flight = self._flights[ref] = Flight(state, ref, taken.slot, taken.to_fill, read, job)
         if job is not None:
             self._by_job[job] = flight
-        self._storage.read(flight.job)
+        if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
+            self._index.slot_evicted(taken.evicted, now)
+        self._storage.read(read)
         return flight
 
     def _landed(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
         flight = self._flights.pop(job.ref)
         now = trio.current_time()
-        pool = job.state.slab.pool
+        status = self._end_fill(flight, status, settled, now)
+        for waiting in flight.waiting:
+            if not waiting.gather.is_over:
+                self._answer(flight, waiting, status, now)
         if flight.prefetch_job is not None:
             self._by_job.pop(flight.prefetch_job, None)
-        if status == "ok":
-            pool.fill_done(job.slot, flight.parts_mask, now)
-            if not self._placed(job.state, job.ref, job.slot):
-                status = "stale"
-        elif settled is not None:
-            pool.abandon(job.slot)
-            self._settle_later(pool, job.slot, settled)
-        else:
-            pool.fill_failed(job.slot, flight.parts_mask)
-        if flight.prefetch_job is not None:
             landed = status == "ok"
             self.observe(
                 Staged(job.ref, flight.prefetch_job) if landed else FetchFailed(flight.prefetch_job, status)
             )
-        for gather, position in flight.waiting:
-            gather.settle(position, self._answer(job, status, gather, now))
         if status in ("checksum", "stale", "expired"):
             self._lost(job, status, now)
 
-    def _answer(self, job: ReadJob, status: str, gather: Gather, now: float) -> Acquired:
+    def _end_fill(
+        self, flight: Flight, status: str, settled: Callable[[], Awaitable[None]] | None, now: float
+    ) -> str:
+        """Tell the pool and the index how a flight ended; ``stale`` when its block was dropped meanwhile."""
+        pool = flight.state.slab.pool
         if status == "ok":
-            return self._leased(job.state, job.slot, job.parts_mask, gather, "nvme", now)
-        reported = {"stale": "miss", "cancelled": "late"}.get(status, status)
-        return Acquired(reported, reason=f"read: {status}")
+            pool.fill_done(flight.slot, flight.parts_mask, now)
+            return "ok" if self._placed(flight.state, flight.ref, flight.slot) else "stale"
+        if settled is not None:
+            pool.abandon(flight.slot, flight.parts_mask)
+            self._settle_later(pool, flight.slot, flight.parts_mask, settled)
+        else:
+            pool.fill_failed(flight.slot, flight.parts_mask)
+        return status
+
+    def _answer(self, flight: Flight, waiting: Waiting, status: str, now: float) -> None:
+        """One of those who waited for a flight: a lease, a reason, or another flight for parts this one did not bring."""
+        state, gather = flight.state, waiting.gather
+        if status != "ok":
+            reported = {"stale": "miss", "expired": "miss", "cancelled": "late"}.get(status, status)
+            gather.settle(waiting.position, Acquired(reported, reason=f"read: {status}"))
+            return
+        if state.slab.pool.ready_parts(flight.ref) & waiting.mask == waiting.mask:
+            gather.settle(
+                waiting.position, self._leased(state, flight.slot, waiting.mask, gather, "nvme", now)
+            )
+            return
+        handle, shard = state.unref(flight.ref)
+        again = self._flights.get(flight.ref) or self._start(
+            state, flight.ref, handle, shard, waiting.mask, now, waiting.deadline, is_demand=True, job=None
+        )
+        if again is None:
+            gather.settle(waiting.position, Acquired("no_room", reason="every staging slot is in use"))
+        else:
+            again.waiting.append(waiting)
 
     def _placed(self, state: SpaceState, ref: int, slot: int) -> bool:
         """Tell the index that a slot holds the block. False when the block was dropped meanwhile."""
@@ -349,10 +377,12 @@ class StagingAgent(Actor[None]):
         if block_id >= 0:
             self._index.drop(job.state, block_id, status, now)
 
-    def _settle_later(self, pool: StagingPool, slot: int, settled: Callable[[], Awaitable[None]]) -> None:
+    def _settle_later(
+        self, pool: StagingPool, slot: int, parts: int, settled: Callable[[], Awaitable[None]]
+    ) -> None:
         async def wait() -> None:
             await settled()
-            pool.settle(slot)
+            pool.settle(slot, parts)
 
         assert self._nursery is not None
         self._nursery.start_soon(wait)

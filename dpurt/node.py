@@ -114,7 +114,7 @@ class Node:
 
     async def _open_bdev(self) -> Bdev:
         bdev = self.config.bdev[0]
-        return await open_bdev(bdev.__struct_config__.tag, **bdev.open_params(self.config))
+        return await open_bdev(bdev.kind, **bdev.open_params(self.config))
 
     async def _open_store(self, bdev: Bdev) -> BlockStore:
         spec = self.config.bdev[0]

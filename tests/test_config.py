@@ -376,6 +376,7 @@ def file_config(tmp_path: Path, **differences: object) -> tuple[Config, FileBdev
 
 def test_relative_bdev_path_is_in_the_run_folder(tmp_path: Path) -> None:
     config, bdev = file_config(tmp_path)
+    assert bdev.kind == "file"
     assert bdev.open_params(config)["path"] == tmp_path / "kv.img"
 
 

@@ -119,6 +119,11 @@ class StagingConfig(Table, frozen=True, kw_only=True):
 class BdevConfig(Table, frozen=True, tag_field="kind"):
     """What every kind of bdev has. Subclasses: `FileBdevConfig`, `MemoryBdevConfig`, `ModelledBdevConfig`."""
 
+    @property
+    def kind(self) -> str:
+        """The word in the file: ``"file"``, ``"memory"``, ``"modelled"``."""
+        return str(self.__struct_config__.tag)
+
     def open_params(self, config: Config) -> dict[str, object]:
         """Keyword arguments of `dpurt.bdev.factory.open_bdev` for this kind."""
         raise NotImplementedError

@@ -6,7 +6,6 @@ before it. The body is JSON, for a human with `strings`; before it stand magic, 
 
 from __future__ import annotations
 
-import secrets
 import struct
 
 import msgspec
@@ -36,10 +35,6 @@ class Superblock(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     generation: int = 0
     epochs: dict[str, int] = {}
-
-    @classmethod
-    def fresh(cls, segment_bytes: int) -> Superblock:
-        return cls(store=secrets.token_hex(16), segment_bytes=segment_bytes)
 
     def opened(self) -> Superblock:
         """The next one, after one more open."""

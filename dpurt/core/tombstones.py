@@ -24,6 +24,12 @@ REASONS = frozenset(
         "quota",
         "parent_lost",
         "admin",
+        # of loads that were refused while the block was there:
+        "late",
+        "no_room",
+        "miss",
+        "error",
+        "stale",
     }
 )
 MAX_DETAIL = 120

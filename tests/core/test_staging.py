@@ -723,6 +723,15 @@ def test_owner_end_frees_all_it_holds_and_nothing_else() -> None:
     assert pool.lease_ok(others, b, 0.0)
 
 
+def test_lease_info_tells_whose_a_live_lease_is_and_nothing_of_an_ended_one() -> None:
+    pool = make_pool()
+    stage(pool, 1)
+    lease = pool.lease(stage(pool, 2), 9, ALL, None, 0.0)
+    assert pool.lease_info(lease) == (9, 1)
+    pool.release_owner(9)
+    assert pool.lease_info(lease) is None
+
+
 def test_views_do_not_expire() -> None:
     pool = make_pool()
     view = pool.lease(stage(pool, 1), 9, ALL, None, 0.0)
