@@ -131,7 +131,8 @@ class GatewayAgent(Actor[None]):
                 raise RemoteProtocolError("malformed", f"expected one frame, got {len(frames) - 1}")
             request = m.decode_request(frames[1].buffer)
         except RemoteProtocolError as error:
-            self._refuse(routing_id, 0, Refusal(error.code, error.message))
+            request_id = m.request_id(frames[1].buffer) if len(frames) > 1 else 0
+            self._refuse(routing_id, request_id, Refusal(error.code, error.message))
             return
         try:
             reply = self._dispatch(routing_id, session, request, frames)

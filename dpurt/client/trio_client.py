@@ -263,6 +263,8 @@ class Client:
     ) -> list[LoadedBlock]:
         """Copy blocks [first, first + len(into)) of the looked-up prefix into the caller's buffers, and check them."""
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        if not into:
+            return []
         message = m.Load(request=request, first=first, count=len(into), parts=parts, shard=shard)
         reply = await self._load(message, deadline)
         arrived = [
@@ -351,6 +353,8 @@ class Client:
     ) -> list[str]:
         """Store the KV of blocks [first, first + len(payloads)) of a prompt; a status for each (`wire.messages.CommitReply`)."""
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        if not payloads:
+            return []
         reserve = m.Reserve(
             space=space, request=request, first=first, count=len(payloads), shard=shard,
             tokens=None if tokens is None else bytes(tokens),

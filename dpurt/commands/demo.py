@@ -24,15 +24,31 @@ SPARE_BYTES = 2 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--requests", type=int, default=1500, metavar="N", help="how many of the trace (default 1500)")
+    parser.add_argument(
+        "--requests", type=int, default=1500, metavar="N", help="how many of the trace (default 1500)"
+    )
     parser.add_argument("--fabric", choices=["shm", "tcp", "both"], default="both")
-    parser.add_argument("--speed", type=float, default=12.0, metavar="X", help="times faster than the trace (default 12)")
-    parser.add_argument("--block-bytes", default="256 KiB", metavar="SIZE", help="KV bytes of a block (default 256 KiB)")
-    parser.add_argument("--staging", type=float, default=0.05, metavar="SHARE", help="of the distinct blocks (default 0.05)")
-    parser.add_argument("--policy", choices=["dpurt", "none"], default="dpurt", help="prefetch, or demand reads only")
-    parser.add_argument("--crash", action="store_true", help="kill -9 the node in the middle and start it again")
-    parser.add_argument("--trace", type=Path, help="another Mooncake JSONL trace (default: the one in the package)")
-    parser.add_argument("--dir", type=Path, help="where to work, on the disk to use (default: a temporary folder)")
+    parser.add_argument(
+        "--speed", type=float, default=12.0, metavar="X", help="times faster than the trace (default 12)"
+    )
+    parser.add_argument(
+        "--block-bytes", default="256 KiB", metavar="SIZE", help="KV bytes of a block (default 256 KiB)"
+    )
+    parser.add_argument(
+        "--staging", type=float, default=0.05, metavar="SHARE", help="of the distinct blocks (default 0.05)"
+    )
+    parser.add_argument(
+        "--policy", choices=["dpurt", "none"], default="dpurt", help="prefetch, or demand reads only"
+    )
+    parser.add_argument(
+        "--crash", action="store_true", help="kill -9 the node in the middle and start it again"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="another Mooncake JSONL trace (default: the one in the package)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="where to work, on the disk to use (default: a temporary folder)"
+    )
     parser.add_argument("--picture", type=Path, default=Path("dpurt-demo.html"), metavar="FILE")
     add_json_argument(parser)
 
@@ -76,7 +92,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     plan = make_plan(trace, block_bytes=block_bytes, staging_share=args.staging, speed=args.speed)
     free = shutil.disk_usage(args.dir or tempfile.gettempdir()).free
     if plan.store_bytes + SPARE_BYTES > free:
-        raise ConfigError("--dir", f"{plan.store_bytes:,} bytes of disk are needed and {free:,} are free; use fewer --requests")
+        raise ConfigError(
+            "--dir",
+            f"{plan.store_bytes:,} bytes of disk are needed and {free:,} are free; use fewer --requests",
+        )
     return plan
 
 

@@ -1,9 +1,10 @@
 """One record per known block: a structure of arrays, indexed by int32 block id.
 
-Theory of operation: columns are numpy arrays that double when full; a new half is not touched before it is used, so it costs
-no memory until then. Ids are reused, and a *generation* per id tells a stale holder: the handle ``generation << 32 | id``
-resolves only while that very record lives. Records form a forest by `parent`, with the children of a block as a doubly
-linked list (`first_child`, `next_sibling`, `prev_sibling`), so that a subtree is found whether or not tokens are known.
+Theory of operation: columns are numpy arrays that double when full; a new half is not touched before it is
+used, so it costs no memory until then. Ids are reused, and a *generation* per id tells a stale holder: the
+handle ``generation << 32 | id`` resolves only while that very record lives. Records form a forest by
+`parent`, with the children of a block as a doubly linked list (`first_child`, `next_sibling`,
+`prev_sibling`), so that a subtree is found whether or not tokens are known.
 
 Where a block is lies in one row of `where`, so that one gather answers for a whole match::
 
@@ -11,7 +12,8 @@ Where a block is lies in one row of `where`, so that one gather answers for a wh
 
 with -1 for no slot (an index into the staging arena) and no extent (a byte offset on the bdev).
 
-Left to others: what the columns mean to each other (closure, when a record may go): `PrefixIndex`. Single-threaded.
+Left to others: what the columns mean to each other (closure, when a record may go): `PrefixIndex`.
+Single-threaded.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class BlockTable:
 
     def key(self, block: int) -> bytes:
         """The key of one block."""
-        return self.keys[block].tobytes()
+        return bytes(self.keys[block].data)
 
     def is_live(self, block: int) -> bool:
         """Whether the id is in use."""
@@ -120,9 +122,9 @@ class BlockTable:
     def subtree(self, top: int, into: array[int]) -> None:
         """Append `top` and its descendants to `into`, parents first, skipping what is marked; marks what it appends."""
         mark, first, after = (
-            memoryview(self.mark),
-            memoryview(self.first_child),
-            memoryview(self.next_sibling),
+            self.mark.data,
+            self.first_child.data,
+            self.next_sibling.data,
         )
         if mark[top]:
             return
@@ -151,7 +153,7 @@ class BlockTable:
             above = self.parent[blocked]
             above = above[above >= 0]
             blocked = np.unique(above[self.mark[above] == 1])
-        closed = ids[self.mark[ids] == 1]
+        closed: I32 = ids[self.mark[ids] == 1]
         self.mark[ids] = 0
         return closed
 
@@ -159,7 +161,7 @@ class BlockTable:
         """Those of `ids` whose parent exists and is not among `ids`."""
         self.mark[ids] = 1
         parents = self.parent[ids]
-        found = ids[(parents >= 0) & (self.mark[parents] == 0)]
+        found: I32 = ids[(parents >= 0) & (self.mark[parents] == 0)]
         self.mark[ids] = 0
         return found
 

@@ -1,12 +1,13 @@
 """From 16-byte block keys to block ids, in about 8 to 17 bytes a block.
 
-Theory of operation: open addressing with linear probing over one int32 array of ids. The keys themselves live in the block
-table's column, which the caller passes in, so nothing is stored twice and a Python object per key is never made (a dict of
-`bytes` costs about 140 bytes a block). Batches are probed with numpy, one round per probe distance; at a load of at most
-1/2 a few rounds settle all. Removed places are left as GONE and never reused; the rebuild that growth needs sweeps them.
+Theory of operation: open addressing with linear probing over one int32 array of ids. The keys themselves live
+in the block table's column, which the caller passes in, so nothing is stored twice and a Python object per
+key is never made (a dict of `bytes` costs about 140 bytes a block). Batches are probed with numpy, one round
+per probe distance; at a load of at most 1/2 a few rounds settle all. Removed places are left as GONE and
+never reused; the rebuild that growth needs sweeps them.
 
-Left to others: the key column, and that keys are unique (`BlockTable`). Block keys are keyed BLAKE2b digests, so no outsider
-can choose colliding ones; the mixing step only keeps hand-made keys from clustering.
+Left to others: the key column, and that keys are unique (`BlockTable`). Block keys are keyed BLAKE2b digests,
+so no outsider can choose colliding ones; the mixing step only keeps hand-made keys from clustering.
 """
 
 from __future__ import annotations

@@ -1,25 +1,27 @@
 """Who holds which prefix, and where: the index of one space.
 
-Theory of operation. Every known block has one record (`BlockTable`): its key, its place in the forest of prefixes, and where
-its bytes are: this node's *own tiers* (a staging slot and an extent on the bdev, per shard) and the hosts' tiers (HBM and CPU
-memory, a bit per host). Where tokens are known, a `TokenTree` finds the longest prefix exactly; where a hook gives only
-chained keys, the same forest is searched by key. A chain is known by tokens or by keys, never half and half.
+Theory of operation. Every known block has one record (`BlockTable`): its key, its place in the forest of
+prefixes, and where its bytes are: this node's *own tiers* (a staging slot and an extent on the bdev, per
+shard) and the hosts' tiers (HBM and CPU memory, a bit per host). Where tokens are known, a `TokenTree` finds
+the longest prefix exactly; where a hook gives only chained keys, the same forest is searched by key. A chain
+is known by tokens or by keys, never half and half.
 
 Two rules hold between calls:
 
-- *Known is closed*: the parent of a known block is known. A block with children keeps its record even when it is nowhere.
-- *Own tiers are closed*, per shard: a block with a copy in staging or on the bdev has a parent with one (U17). `set_slot` and
-  `set_extent` refuse a block whose parent has none; when `clear_slot` or `clear_extent` answers True, the last own copy of a shard went
-  and the caller must `drop` the block, which drops everything below it: it would never be reached again. (In between, and
-  only then, the rule is broken.)
+- *Known is closed*: the parent of a known block is known. A block with children keeps its record even when it
+  is nowhere.
+- *Own tiers are closed*, per shard: a block with a copy in staging or on the bdev has a parent with one
+  (U17). `set_slot` and `set_extent` refuse a block whose parent has none; when `clear_slot` or `clear_extent`
+  answers True, the last own copy of a shard went and the caller must `drop` the block, which drops everything
+  below it: it would never be reached again. (In between, and only then, the rule is broken.)
 
-A record goes when it is nowhere, unpinned and childless, at the moment one of these becomes so; a *new* record is nowhere yet and
-stays. A store in flight pins its blocks, so that neither ends it by accident.
+A record goes when it is nowhere, unpinned and childless, at the moment one of these becomes so; a *new*
+record is nowhere yet and stays. A store in flight pins its blocks, so that neither ends it by accident.
 
-Left to others: the keys' formula (`identity`), what to evict and when (policy), freeing slots and extents (their owners, from
-`Dropped`), children that arrive before their parent (the agent keeps them waiting), why a block went (`Tombstones`).
-Single-threaded: owned by the index agent. `now` is the caller's clock. Ids stay valid until the record goes; who keeps one across
-an await keeps its handle and resolves it.
+Left to others: the keys' formula (`identity`), what to evict and when (policy), freeing slots and extents
+(their owners, from `Dropped`), children that arrive before their parent (the agent keeps them waiting), why a
+block went (`Tombstones`). Single-threaded: owned by the index agent. `now` is the caller's clock. Ids stay
+valid until the record goes; who keeps one across an await keeps its handle and resolves it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dpurt.core.block_table import CPU, FIRST_SLOT, HBM, NONE, BlockTable, F64, key_words
+from dpurt.core.block_table import CPU, F64, FIRST_SLOT, HBM, NONE, BlockTable, key_words
 from dpurt.core.identity import ROOT_KEY
 from dpurt.core.key_map import I32, I64, U64
 from dpurt.core.token_tree import TokenTree

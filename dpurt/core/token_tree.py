@@ -7,18 +7,19 @@ blocks, each the parent of the next, with all their raw token bytes in one piece
                         |  |        |               B, C and D are strands too: each starts with the first
                         B  C        D               block that differs, below the last one that does not
 
-A match compares the rest of the query with the rest of a strand, 64 KiB a memcmp (`bytes.startswith`), however
-many others leave it on the way. Where they differ, the piece is narrowed down and numpy finds the first
-difference; `_starts` maps (a first block's tokens, id of the block it hangs off) to the strand to go on with. No
-hash stands for tokens, so no collision can make a match.
+A match compares the rest of the query with the rest of a strand, 64 KiB a memcmp (`bytes.startswith`),
+however many others leave it on the way. Where they differ, the piece is narrowed down and numpy finds the
+first difference; `_starts` maps (a first block's tokens, id of the block it hangs off) to the strand to go on
+with. No hash stands for tokens, so no collision can make a match.
 
-So the cost is a memcmp plus a few microseconds for each *change of strand*. `_lengthen` keeps those few: when what
-was just added reaches clearly further below a block than the strand that goes on there, the two swap, so the
-deepest way on from any block is (nearly) one strand, in whatever order branches came. A swap costs what it moves,
-and the margin in `_reaches_further` makes it pay.
+So the cost is a memcmp plus a few microseconds for each *change of strand*. `_lengthen` keeps those few: when
+what was just added reaches clearly further below a block than the strand that goes on there, the two swap, so
+the deepest way on from any block is (nearly) one strand, in whatever order branches came. A swap costs what
+it moves, and the margin in `_reaches_further` makes it pay.
 
-Positions count blocks from the root (`depth`). Block ids mean nothing here but for -1, the root. A strand's tokens
-and ids are bytearrays: they grow and shrink at the end without a copy, and no view of them outlives a call.
+Positions count blocks from the root (`depth`). Block ids mean nothing here but for -1, the root. A strand's
+tokens and ids are bytearrays: they grow and shrink at the end without a copy, and no view of them outlives a
+call.
 
 Left to others: records, keys, and who may go (`BlockTable`, `PrefixIndex`). Single-threaded.
 """
@@ -76,8 +77,9 @@ class TokenTree:
 
     def among(self, ids: I32) -> I32:
         """Those of `ids` that the tree holds."""
-        inside = ids[ids < len(self._place)]
-        return inside[self._place[inside] != NOWHERE]
+        inside: I32 = ids[ids < len(self._place)]
+        held: I32 = inside[self._place[inside] != NOWHERE]
+        return held
 
     # --- finding: none of these mutates anything ---
 
@@ -88,8 +90,10 @@ class TokenTree:
         """
         width = self.block_token_bytes
         stop = len(tokens) - len(tokens) % width
-        starts, at, found = self._starts, 0, []
-        strand, inside, last = None, 0, _ROOT
+        starts, at = self._starts, 0
+        found: list[bytearray] = []
+        strand: _Strand | None = None
+        inside, last = 0, _ROOT
         if after >= 0:
             strand, inside = self._strand_of(after), depth + 1
             last = after.to_bytes(4, "little")
@@ -97,9 +101,9 @@ class TokenTree:
             if strand is not None and inside < strand.end:
                 count = self._common(strand, inside, tokens, at, stop)
                 if count:
-                    ids = strand.ids[4 * (inside - strand.start) : 4 * (inside - strand.start + count)]
-                    found.append(ids)
-                    last = ids[-4:]
+                    first = inside - strand.start
+                    found.append(strand.ids[4 * first : 4 * (first + count)])
+                    last = bytes(found[-1][-4:])
                     at += count * width
             strand = starts.get(tokens[at : at + width] + last)
             if strand is None:
@@ -123,7 +127,7 @@ class TokenTree:
         return np.frombuffer(b"".join(reversed(pieces)), np.int32)
 
     def _strand_of(self, block: int) -> _Strand:
-        strand = self._strands[self._place[block]] if block in self else None
+        strand = self._strands[int(self._place[block])] if block in self else None
         if strand is None:
             raise KeyError(f"no tokens are known for block {block}")
         return strand

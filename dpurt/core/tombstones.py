@@ -1,10 +1,11 @@
 """Why blocks are no longer here: a bounded memory of the last losses, for `explain`.
 
-Theory of operation: an ordered dict is the ring: a new tombstone goes last, and when full the first goes (a plain dict would
-search its start past all it ever deleted). A key that dies twice keeps only its last death. `detail` is cut, so memory is bounded by `capacity` alone.
+Theory of operation: an ordered dict is the ring: a new tombstone goes last, and when full the first goes (a
+plain dict would search its start past all it ever deleted). A key that dies twice keeps only its last death.
+`detail` is cut, so memory is bounded by `capacity` alone.
 
-Left to others: what "known" and "never stored" mean (`PrefixIndex`), and when to forget a tombstone because the block is
-back (`discard`).
+Left to others: what "known" and "never stored" mean (`PrefixIndex`), and when to forget a tombstone because
+the block is back (`discard`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,15 @@ def small_config(run_dir: Path, **tables: Any) -> Config:
         "node": {"name": "test", "run_dir": str(run_dir)},
         "gateway": {"bind": "tcp://127.0.0.1:0", "session_timeout_s": 2.0},
         "staging": {"bytes": 64 * 5 * 4096},
-        "bdev": [{"name": "m", "kind": "memory", "size_bytes": 64 << 20, "segment_bytes": 1 << 20, "queue_depth": 8}],
+        "bdev": [
+            {
+                "name": "m",
+                "kind": "memory",
+                "size_bytes": 64 << 20,
+                "segment_bytes": 1 << 20,
+                "queue_depth": 8,
+            }
+        ],
         "tenant": [{"name": "t", "salt": "sixteen bytes or more"}],
         "space": [small_space("s")],
         "host": [small_host("host-a"), small_host("host-b")],
@@ -46,7 +54,13 @@ def small_space(name: str, **fields: Any) -> dict[str, Any]:
 
 def small_host(name: str, **fields: Any) -> dict[str, Any]:
     """A host of space ``s`` over shm or tcp."""
-    return {"name": name, "spaces": ["s"], "fabrics": ["shm", "tcp"], "inbound_bytes": 16 * 5 * 4096, **fields}
+    return {
+        "name": name,
+        "spaces": ["s"],
+        "fabrics": ["shm", "tcp"],
+        "inbound_bytes": 16 * 5 * 4096,
+        **fields,
+    }
 
 
 @asynccontextmanager

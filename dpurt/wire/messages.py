@@ -374,8 +374,14 @@ AnyReply = (
 
 R = TypeVar("R")
 
+
+class _IdOnly(Struct):
+    id: Id = 0
+
+
 encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(AnyRequest)
+_ids = msgspec.msgpack.Decoder(_IdOnly)
 _admin_requests = msgspec.msgpack.Decoder(AdminRequest)
 _replies = msgspec.msgpack.Decoder(AnyReply)
 
@@ -383,6 +389,14 @@ _replies = msgspec.msgpack.Decoder(AnyReply)
 def decode_request(frame: bytes | memoryview) -> AnyRequest:
     """A host's message. Raises RemoteProtocolError ``malformed`` that says where and what was expected."""
     return _decode(_requests, frame)
+
+
+def request_id(frame: bytes | memoryview) -> int:
+    """The id of a message that is otherwise malformed, so that its sender hears of it; 0 when it has none."""
+    try:
+        return _ids.decode(frame).id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
 
 
 def decode_admin(frame: bytes | memoryview) -> AdminRequest:

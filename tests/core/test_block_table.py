@@ -23,9 +23,14 @@ def a_chain(table: BlockTable, parent: int, numbers: list[int], now: float = 0.0
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 300), min_size=1)), max_size=12), st.integers(0, 2))
+@given(
+    st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 300), min_size=1)), max_size=12),
+    st.integers(0, 2),
+)
 def test_key_map_answers_as_a_dict_would(steps: list[tuple[bool, set[int]]], shape: int) -> None:
-    make = (a_key, lambda n: bytes(8) + n.to_bytes(8, "big"), lambda n: n.to_bytes(2, "little") * 8)[shape]
+    make = (a_key, lambda n: bytes(8) + n.to_bytes(8, "big"), lambda n: n.to_bytes(8, "little") + bytes(8))[
+        shape
+    ]
     keys = key_words([make(n) for n in range(301)])
     mapped: set[int] = set()
     under_test = KeyMap()
@@ -83,7 +88,12 @@ def test_closed_part_leaves_out_what_has_a_descendant_outside() -> None:
     (side,) = a_chain(table, top, [4])
     closed = table.closed_part(np.array([top, middle, leaf], np.int32))
     assert set(closed.tolist()) == {middle, leaf}
-    assert set(table.closed_part(np.array([top, middle, leaf, side], np.int32)).tolist()) == {top, middle, leaf, side}
+    assert set(table.closed_part(np.array([top, middle, leaf, side], np.int32)).tolist()) == {
+        top,
+        middle,
+        leaf,
+        side,
+    }
     assert table.closed_part(np.array([top, middle], np.int32)).tolist() == []
 
 
@@ -151,7 +161,12 @@ def test_a_table_without_shards_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("column", "message"),
-    [("depth", "depth"), ("num_children", "child"), ("next_sibling", "sibling|child list|lists"), ("mark", "marks")],
+    [
+        ("depth", "depth"),
+        ("num_children", "child"),
+        ("next_sibling", "sibling|child list|lists"),
+        ("mark", "marks"),
+    ],
 )
 def test_check_integrity_notices_a_spoilt_column(column: str, message: str) -> None:
     table = BlockTable()

@@ -119,7 +119,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     def dropping(self, tops: list[Chain]) -> dict[bytes, tuple[list[int], list[int], bool]]:
         members = [c for c in self.known if any(c[: len(top)] == top for top in tops)]
-        lost = {c: (self.known[c].slots[:], self.known[c].extents[:]) for c in members if self.known[c].has_own}
+        lost = {
+            c: (self.known[c].slots[:], self.known[c].extents[:]) for c in members if self.known[c].has_own
+        }
         for chain in members:
             record = self.known[chain]
             record.slots, record.extents = [-1] * self.num_shards, [-1] * self.num_shards
@@ -133,7 +135,9 @@ class IndexMachine(RuleBasedStateMachine):
         none = [-1] * self.num_shards
         return {key_of(c): (*lost.get(c, (none, none)), c in gone) for c in gone | set(lost)}
 
-    def check_dropped(self, dropped: Dropped, expected: dict[bytes, tuple[list[int], list[int], bool]]) -> None:
+    def check_dropped(
+        self, dropped: Dropped, expected: dict[bytes, tuple[list[int], list[int], bool]]
+    ) -> None:
         rows = zip(dropped.slots.tolist(), dropped.extents.tolist(), dropped.forgotten.tolist(), strict=True)
         assert dict(zip(dropped.key_list(), rows, strict=True)) == expected
         assert len(dropped.ids) == len(expected)
@@ -186,7 +190,7 @@ class IndexMachine(RuleBasedStateMachine):
         put = self.index.set_slot if slot else self.index.set_extent
         self.next_place += 1
         if places[shard] >= 0 or (above is not None and not above.has_copy(shard)):
-            with pytest.raises(ValueError, match="already has|neither in staging"):
+            with pytest.raises(ValueError, match=r"already has|neither in staging"):
                 put(self.block(chain), shard, self.next_place)
             return
         put(self.block(chain), shard, self.next_place)
@@ -200,7 +204,9 @@ class IndexMachine(RuleBasedStateMachine):
                 if not self.known[part].has_copy(shard):
                     self.next_place += 1
                     places = self.known[part].slots if slot else self.known[part].extents
-                    (self.index.set_slot if slot else self.index.set_extent)(self.block(part), shard, self.next_place)
+                    (self.index.set_slot if slot else self.index.set_extent)(
+                        self.block(part), shard, self.next_place
+                    )
                     places[shard] = self.next_place
 
     @precondition(lambda self: self.known)
@@ -294,7 +300,9 @@ class IndexMachine(RuleBasedStateMachine):
     def a_match_is_the_longest_known_prefix(self, path: tuple[int, ...]) -> None:
         by_tokens, by_keys = self.prefix(("t", *path)), self.prefix(("k", *path))
         assert self.index.match(tokens_of(("t", *path))).tolist() == list(map(self.block, by_tokens))
-        assert self.index.match(memoryview(tokens_of(("t", *path)))).tolist() == list(map(self.block, by_tokens))
+        assert self.index.match(memoryview(tokens_of(("t", *path)))).tolist() == list(
+            map(self.block, by_tokens)
+        )
         for kind, expected in (("t", by_tokens), ("k", by_keys)):
             keys = [key_of((kind, *path[:stop])) for stop in range(1, len(path) + 1)]
             ids = self.index.match_keys(keys)
@@ -400,6 +408,29 @@ def test_idle_time_is_told_with_what_was_dropped() -> None:
     ids = a_resident_chain(index, (1, 2))
     index.touch(ids_of(ids[0]), 4.0)
     assert index.drop(ids[0], 10.0).idle_s.tolist() == [6.0, 10.0]
+
+
+@pytest.mark.parametrize("kind", ["t", "k"])
+@pytest.mark.parametrize("grows", [True, False])
+def test_no_ancestor_is_older_than_what_was_just_used_or_added(kind: str, grows: bool) -> None:
+    index = PrefixIndex(WIDTH)
+    chain: Chain = (kind, 1, 2, 1, 2)
+
+    def insert(start: int, stop: int, now: float) -> list[int]:
+        keys = [key_of(chain[: n + 1]) for n in range(start + 1, stop + 1)]
+        if kind == "k":
+            return index.insert_keys(key_of(chain[: start + 1]), keys, now).tolist()
+        tokens = tokens_of(chain)[start * WIDTH : stop * WIDTH]
+        return index.insert_after(key_of(chain[: start + 1]), tokens, keys, now).tolist()
+
+    ids = insert(0, 3, 1.0)
+    if grows:
+        insert(3, 4, 5.0)
+    else:
+        index.touch(ids_of(ids[2]), 5.0)
+    assert index.table.last_use[ids].tolist() == [5.0, 5.0, 5.0]
+    index.touch(ids_of(ids[2]), 3.0)
+    assert index.table.last_use[ids].tolist() == [5.0, 5.0, 5.0]
 
 
 def test_expiry_that_was_put_off_drops_nothing_early() -> None:

@@ -43,7 +43,9 @@ class TreeMachine(RuleBasedStateMachine):
         new = [self.spare.pop() for _ in chain[len(known) :]]
         if not new:
             return
-        self.tree.extend(known[-1] if known else -1, len(known) - 1, tokens(chain[len(known) :]), np.array(new, np.int32))
+        self.tree.extend(
+            known[-1] if known else -1, len(known) - 1, tokens(chain[len(known) :]), np.array(new, np.int32)
+        )
         self.ids |= {chain[: len(known) + i + 1]: block for i, block in enumerate(new)}
 
     @rule(chain=symbols)
@@ -104,7 +106,9 @@ def test_a_conversation_stays_in_few_strands_whatever_branches_it_leaves_behind(
 
     def grow(parent: int, depth: int, blocks: int) -> int:
         nonlocal next_id
-        tree.extend(parent, depth, rng.bytes(16 * blocks), np.arange(next_id, next_id + blocks, dtype=np.int32))
+        tree.extend(
+            parent, depth, rng.bytes(16 * blocks), np.arange(next_id, next_id + blocks, dtype=np.int32)
+        )
         next_id += blocks
         return next_id - 1
 

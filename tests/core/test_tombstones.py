@@ -17,7 +17,9 @@ def test_the_last_capacity_losses_are_remembered(capacity: int, losses: list[int
     newest_first = list(dict.fromkeys(reversed(losses)))
     for number in range(10):
         died = len(losses) - 1 - losses[::-1].index(number) if number in newest_first[:capacity] else None
-        assert stones.get(bytes([number])) == (None if died is None else Tombstone("evicted", float(died), ""))
+        assert stones.get(bytes([number])) == (
+            None if died is None else Tombstone("evicted", float(died), "")
+        )
     assert len(stones) == min(capacity, len(newest_first))
 
 

@@ -35,10 +35,19 @@ def fingerprint():
     fields += [("geometry.block_tokens", 4), ("geometry.token_bytes", 4), ("geometry.num_groups", 1)]
     fields += [(f"geometry.groups[0].{k}", SPACE["groups"][0][k]) for k in
                ("name", "num_layers", "num_kv_heads", "head_size", "part_bytes", "packing", "window_tokens")]  # fmt: skip
-    fields += [("tenant", "t"), ("tp_size", 1), ("pp_size", 1), ("lora_name", None), ("lora_version", None), ("epoch", 0)]
+    fields += [
+        ("tenant", "t"),
+        ("tp_size", 1),
+        ("pp_size", 1),
+        ("lora_name", None),
+        ("lora_version", None),
+        ("epoch", 0),
+    ]
     out = b"dpurt-space-1"
     for name, value in fields:
-        tag, body = (b"n", b"") if value is None else (b"i" if isinstance(value, int) else b"s", str(value).encode())
+        tag, body = (
+            (b"n", b"") if value is None else (b"i" if isinstance(value, int) else b"s", str(value).encode())
+        )
         out += struct.pack("<I", len(name)) + name.encode() + tag + struct.pack("<Q", len(body)) + body
     return b2(out, 32, b2(SALT, 32, b"", b"dpurt.salt"), b"dpurt.space")
 
@@ -65,13 +74,24 @@ def main(endpoint):
 
     prompt, kv = struct.pack("<4i", 10, 20, 30, 40), bytes(range(256)) * 32
     [room] = call(control, type="reserve", space="s", request="r1", tokens=prompt, first=0, count=1)["blocks"]
-    data.sendall(struct.pack("<IIQQQQ", 2, 1, room["region"], room["offset"], len(kv), room["reservation"]) + kv)
+    data.sendall(
+        struct.pack("<IIQQQQ", 2, 1, room["region"], room["offset"], len(kv), room["reservation"]) + kv
+    )
     assert struct.unpack("<II", data.recv(8, socket.MSG_WAITALL))[0] == 0
-    print(call(control, type="commit", request="r1", blocks=[dict(reservation=room["reservation"], crcs=[crc32c(kv)])]))
+    print(
+        call(
+            control,
+            type="commit",
+            request="r1",
+            blocks=[dict(reservation=room["reservation"], crcs=[crc32c(kv)])],
+        )
+    )
 
     print(call(control, type="lookup", space="s", request="r2", tokens=prompt))
     [grant] = call(control, type="load", request="r2", first=0, count=1)["blocks"]
-    data.sendall(struct.pack("<IIQQQQ", 1, 1, grant["region"], grant["offset"], grant["length"], grant["lease"]))
+    data.sendall(
+        struct.pack("<IIQQQQ", 1, 1, grant["region"], grant["offset"], grant["length"], grant["lease"])
+    )
     assert struct.unpack("<II", data.recv(8, socket.MSG_WAITALL))[0] == 0
     assert data.recv(grant["length"], socket.MSG_WAITALL) == kv
     call(control, type="release", leases=[grant["lease"]])

@@ -16,7 +16,7 @@ from dpurt.errors import DpurtError
 from dpurt.node import Node
 from dpurt.testing.node import BLOCK_TOKENS, running, small_config, spaces_of
 
-REQUESTS = 20_000
+REQUESTS = int(os.environ.get("DPURT_CANCELLED_REQUESTS", "20000"))
 WORKERS = 16
 PAYLOAD = 4 * 4096
 CHAIN = 6
