@@ -3,7 +3,7 @@
 A host writes into a *cell* of its own inbound region and commits with the parts' CRC-32Cs. Commit first copies the bytes out
 into a staging slot and then checks the copy: a host that maps its region could change bytes after a check. Only then the
 block becomes visible; it is written behind to flash, its slot pinned until the device has it. At most `DIRTY_SHARE` of a
-pool may wait for the device, so that stores cannot fill staging: beyond it the answer is ``no_room``.
+pool may wait for the device, so that stores cannot fill staging: beyond it a commit waits, at most until its deadline.
 
 A reservation is single flight: while it stands, others are told ``in_flight``. It ends by commit, with its scope, or after
 `RESERVATION_S`, so a host that dies blocks nobody for long.
@@ -102,6 +102,7 @@ class Intake:
         self._numbers = itertools.count(1)
         self._region_ids: Callable[[], int] = itertools.count(1 << 20).__next__
         self.observe: Callable[[Event], object] = lambda event: None
+        self._cleaner = trio.lowlevel.ParkingLot()
         self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
         self.stored = 0
         self.refused: dict[str, int] = {}
@@ -234,6 +235,7 @@ class Intake:
         try:
             for run in self._runs(session, blocks):
                 await self._wait_for_parent(run[0].reserved, deadline)
+                await self._wait_for_device(run[0].reserved.state, len(run), deadline)
                 arrivals += self._prepare(run, scope, statuses)
             await self._copy_and_check(arrivals)
         finally:
@@ -280,6 +282,16 @@ class Intake:
             with trio.move_on_at(deadline):
                 await other.over.wait()
 
+    async def _wait_for_device(self, state: SpaceState, count: int, deadline: float) -> None:
+        """Back-pressure: too much is waiting to be written. Goes on at the deadline all the same, with what room there is."""
+        with trio.move_on_at(deadline):
+            while self._clean_room(state) < count and self.dirty.get(state.slab.number, 0):
+                await self._cleaner.park()
+
+    def _clean_room(self, state: SpaceState) -> int:
+        """How many more slots may become dirty."""
+        return max(1, int(state.slab.pool.num_slots * DIRTY_SHARE)) - self.dirty.get(state.slab.number, 0)
+
     def _prepare(self, run: Sequence[_Written], scope: Scope, statuses: list[str]) -> list[_Arrival]:
         """Records in the index and filling slots for a run of blocks; a status for each that gets none."""
         first, now = run[0].reserved, trio.current_time()
@@ -315,7 +327,7 @@ class Intake:
         now: float,
     ) -> list[_Arrival]:
         slab = state.slab
-        room = max(1, int(slab.pool.num_slots * DIRTY_SHARE)) - self.dirty.get(slab.number, 0)
+        room = self._clean_room(state)
         refs = [state.ref(handle, shard) for _, _, handle in fresh[: max(room, 0)]]
         taken = slab.pool.take_many(refs, state.layout.all_parts, now) if refs else []
         for one in taken:
@@ -366,6 +378,7 @@ class Intake:
         if not (arrival.is_good and alive and state.may_place(arrival.block_id, reserved.shard)):
             pool.fill_failed(arrival.slot, state.layout.all_parts)
             self.dirty[state.slab.number] -= 1
+            self._cleaner.unpark_all()
             if alive:
                 self._index.forget_empty(state, arrival.block_id)
             return "orphan" if arrival.is_good else "checksum"
@@ -393,6 +406,7 @@ class Intake:
         """The device has the record (or never will)."""
         state = job.state
         self.dirty[state.slab.number] -= 1
+        self._cleaner.unpark_all()
         state.slab.pool.unpin(job.slot)
         handle, shard = state.unref(job.ref)
         block_id = state.block_id(handle)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpurt.config.reading import parse_size
 from dpurt.demo import report
-from dpurt.demo.plan import Plan, make_plan
+from dpurt.demo.plan import TRACE_BLOCK_BYTES, Plan, make_plan
 from dpurt.demo.run import Outcome, play
 from dpurt.errors import ConfigError
 from dpurt.json_output import add_json_argument, write_json
@@ -104,7 +104,7 @@ def _intro(plan: Plan, args: argparse.Namespace) -> str:
     return (
         f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on a file\n"
         f"  scales: time x{plan.speed:g} ({plan.span_s:.0f} s), bytes 1/{scales['bytes_scale']} "
-        f"({plan.block_bytes >> 10} KiB for a 512-token block; the 70B model has {report.TRACE_BLOCK_BYTES >> 20} MiB);\n"
+        f"({plan.block_bytes >> 10} KiB for a 512-token block; the 70B model has {TRACE_BLOCK_BYTES >> 20} MiB);\n"
         f"  the trace has block ids only, so tokens and KV bytes are synthetic; there is no GPU\n"
         f"  {plan.block_refs:,} block references, {plan.distinct_blocks:,} distinct blocks "
         f"({plan.store_bytes / 2**30:.1f} GiB file), staging {plan.staging_blocks:,} blocks ({args.staging:.0%})"

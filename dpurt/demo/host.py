@@ -23,6 +23,7 @@ from dpurt.errors import DeadlineExceeded, FabricError, NodeUnavailable, RemoteP
 
 WINDOW_BLOCKS = 8
 STORE_BLOCKS = 16
+STORES = 3  # batches under way at once: what the inbound region has room for
 UNREACHABLE = (NodeUnavailable, DeadlineExceeded, FabricError, RemoteProtocolError)
 
 
@@ -82,6 +83,7 @@ class Player:
         self._fingerprint = space.fingerprint()
         self._payload_bytes = space.geometry.payload_bytes
         self._limit = trio.CapacityLimiter(job.max_running)
+        self._storing = trio.CapacityLimiter(STORES)
         self.result = Result(host=job.host, pid=os.getpid())
 
     async def play(self) -> None:
@@ -147,8 +149,9 @@ class Player:
         self, request: PlannedRequest, start: float, name: str, tokens: bytes, keys: list[bytes], first: int
     ) -> None:
         for at in range(first, len(keys), STORE_BLOCKS):
-            payloads = [payload_of(key, self._payload_bytes) for key in keys[at : at + STORE_BLOCKS]]
-            statuses = await self._client.store(self._job.space, name, tokens, at, payloads)
+            async with self._storing:
+                payloads = [payload_of(key, self._payload_bytes) for key in keys[at : at + STORE_BLOCKS]]
+                statuses = await self._client.store(self._job.space, name, tokens, at, payloads)
             for i, status in enumerate(statuses):
                 if status == "stored":
                     self.result.stored += 1
