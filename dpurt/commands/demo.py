@@ -115,12 +115,16 @@ def _play_all(plan: Plan, args: argparse.Namespace, work: Path, quiet: bool) -> 
     kinds: Sequence[str] = ["shm", "tcp"] if args.fabric == "both" else [args.fabric]
     outcomes = []
     for kind in kinds:
-        with Progress(f"{kind} fabric", 1000) as progress:
-            outcome = play(
-                plan, kind, work / kind, args.policy, crash=args.crash,
-                progress=lambda done, bar=progress: bar.update(int(done * 1000)),
-            )  # fmt: skip
+        outcome = _play_one(plan, args, work, kind)
         outcomes.append(outcome)
         if not quiet:
             print(f"\n--- {kind} fabric, {outcome.wall_s:.0f} s ---\n{report.text(plan, outcome)}")
     return outcomes
+
+
+def _play_one(plan: Plan, args: argparse.Namespace, work: Path, kind: str) -> Outcome:
+    with Progress(f"{kind} fabric", 1000) as progress:
+        return play(
+            plan, kind, work / kind, args.policy, crash=args.crash,
+            progress=lambda done: progress.update(int(done * 1000)),
+        )  # fmt: skip
