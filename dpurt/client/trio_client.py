@@ -2,7 +2,9 @@
 
 One DEALER socket carries every request; a reader task hands replies to their waiters by id. The session (the `hello`
 exchange, and the fabric link it opens) is made on first use and again when the node says it does not know us, e.g. after
-its restart; between tries that failed there is a growing pause, so a dead node costs a call nothing but an exception.
+its restart, or when it was silent during a whole call; between tries that failed there is a growing pause, so a dead node
+costs a call nothing but an exception. A session is lost for all calls at once, and only once: who fails on an old one does
+not touch the next.
 
 Every byte a `load` hands back was checked against the CRC-32C the node stated for it, after it arrived. A block that does
 not check is reported ``checksum`` and its buffer's content must not be used.
@@ -20,7 +22,15 @@ import crc32c
 import trio
 
 from dpurt.core.identity import Space
-from dpurt.errors import DeadlineExceeded, FabricError, NodeUnavailable, RemoteProtocolError, SpaceMismatch
+from dpurt.errors import (
+    DeadlineExceeded,
+    FabricError,
+    LocalProtocolError,
+    NodeUnavailable,
+    RemoteAccessError,
+    RemoteProtocolError,
+    SpaceMismatch,
+)
 from dpurt.fabric import Endpoint, MemoryRegion, Piece
 from dpurt.fabric import connect as connect_fabric
 from dpurt.transport import CurveClient, SocketOptions, ZmqSocket, open_context
@@ -29,6 +39,11 @@ from dpurt.wire import messages as m
 T = TypeVar("T", bound=m.Reply)
 MAX_REPLY_BYTES = 16 << 20
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
+_WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
+_WAY_BACK_S = 0.1
+_SESSION_OVER = frozenset({"no_session", "stale_epoch"})
+_NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
+_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats)  # need nothing of an old session
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +87,28 @@ async def connect(
     with open_context() as context, ZmqSocket(context, "DEALER", options) as socket:
         socket.connect(endpoint)
         client = Client(socket, endpoint, host, spaces, fabrics, timeout_s)
+        error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client._read)
             nursery.start_soon(client._keep_alive)
             try:
                 yield client
+            except Exception as caught:  # the caller's: raised below as it is, not in the nursery's group
+                error = caught
             finally:
                 with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
                     await client._close()
                 nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
 
 
 class Client:
     """One host's conversation with one node. Made by `connect`. Methods may be called from several tasks.
 
-    All raise `NodeUnavailable` when no node answers, `DeadlineExceeded` when it answers too late, `SpaceMismatch` when it
-    refuses this host's idea of a space, `RemoteProtocolError` for any other refusal.
+    All raise `NodeUnavailable` when no node answers or the way to it breaks, `DeadlineExceeded` when it answers too late,
+    `SpaceMismatch` when it refuses this host's idea of a space, `RemoteProtocolError` for any other refusal; and ValueError
+    for a buffer or payload of the wrong size.
     """
 
     def __init__(
@@ -111,7 +132,10 @@ class Client:
         self._session_lock = trio.Lock()
         self._failures = 0
         self._not_before = 0.0
+        self._heard_at = 0.0
         self.checksum_errors = 0
+        self.bytes_pulled = 0
+        self.bytes_stored = 0
 
     # --- session ---
 
@@ -127,20 +151,32 @@ class Client:
     async def _ensure_session(self, deadline: float) -> _Session:
         if self._session is not None:
             return self._session
-        async with self._session_lock:
-            if self._session is not None:
-                return self._session
-            if trio.current_time() < self._not_before:
-                raise NodeUnavailable(self.endpoint, "did not answer a moment ago")
-            try:
-                self._session = await self._open_session(deadline)
-            except (DeadlineExceeded, FabricError, OSError) as error:
-                pause = _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
-                self._failures += 1
-                self._not_before = trio.current_time() + pause
-                raise NodeUnavailable(self.endpoint, str(error)) from error
-            self._failures = 0
+        with trio.move_on_at(deadline) as waiting:
+            await self._session_lock.acquire()
+        if waiting.cancelled_caught:
+            raise NodeUnavailable(self.endpoint, "no session yet")
+        try:
+            if self._session is None:
+                self._session = await self._try_session(deadline)
             return self._session
+        finally:
+            self._session_lock.release()
+
+    async def _try_session(self, deadline: float) -> _Session:
+        if trio.current_time() < self._not_before:
+            raise NodeUnavailable(self.endpoint, "did not answer a moment ago")
+        try:
+            session = await self._open_session(deadline)
+        except (DeadlineExceeded, NodeUnavailable, FabricError, OSError, RemoteProtocolError) as error:
+            if isinstance(error, RemoteProtocolError) and error.code not in _NOT_NOW:
+                raise
+            pause = _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
+            self._failures += 1
+            self._not_before = trio.current_time() + pause
+            why = error.why if isinstance(error, NodeUnavailable) else str(error)
+            raise NodeUnavailable(self.endpoint, why) from error
+        self._failures = 0
+        return session
 
     async def _open_session(self, deadline: float) -> _Session:
         claims = [m.claim_of(name, space) for name, space in self._spaces.items()]
@@ -151,22 +187,22 @@ class Client:
         )
         return _Session(reply, endpoint)
 
-    async def _lose_session(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
+    async def _lose_session(self, session: _Session | None) -> None:
+        if session is not None and self._session is session:
+            self._session = None
             await session.endpoint.aclose()
 
     async def _close(self) -> None:
         if self._session is not None:
             await self._post(m.Bye())
-            await self._lose_session()
+            await self._lose_session(self._session)
 
     async def _keep_alive(self) -> None:
         while True:
             session = self._session
             await trio.sleep(session.reply.session_timeout_ms / 4000 if session else 0.25)
             if self._session is not None:
-                await self._post(m.Ping())
+                await self._post(m.Ping(id=next(self._ids)))  # answered, so that silence means something
 
     # --- wire ---
 
@@ -177,13 +213,15 @@ class Client:
                 reply = m.decode_reply(frames[-1])
             except RemoteProtocolError:
                 continue  # not ours to judge; its waiter will time out
-            if reply.id == 0 and isinstance(reply, m.ErrorReply) and reply.code == "no_session":
-                await self._lose_session()
-                continue
+            self._heard_at = trio.current_time()
             waiter = self._waiting.get(reply.id)
             if waiter is not None:
                 waiter[1].append(reply)
                 waiter[0].set()
+            elif isinstance(reply, m.LoadReply):
+                await self._release(reply)  # who asked has given up
+            elif isinstance(reply, m.ErrorReply) and reply.code == "no_session":
+                await self._lose_session(self._session)
 
     async def _post(self, request: m.Request) -> None:
         """Send without an answer; dropped when the socket is full."""
@@ -194,7 +232,8 @@ class Client:
         now = trio.current_time()
         budget = max(deadline - now, 0.001)
         request.id = next(self._ids)
-        request.deadline_ms = max(1, min(int(budget * 1000), 3_600_000))
+        node_s = budget - min(_WAY_BACK * budget, _WAY_BACK_S)
+        request.deadline_ms = max(1, min(int(node_s * 1000), 3_600_000))
         event, box = trio.Event(), list[m.AnyReply]()
         self._waiting[request.id] = event, box
         try:
@@ -209,16 +248,28 @@ class Client:
 
     async def _call(self, request: m.Request, kind: type[T], timeout_s: float | None = None) -> T:
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
-        await self._ensure_session(deadline)
+        try:
+            return await self._call_once(request, kind, deadline)
+        except NodeUnavailable as error:
+            if not isinstance(request, _ANEW) or not isinstance(error.__cause__, RemoteProtocolError):
+                raise
+            if error.__cause__.code not in _SESSION_OVER:
+                raise
+        return await self._call_once(request, kind, deadline)
+
+    async def _call_once(self, request: m.Request, kind: type[T], deadline: float) -> T:
+        session = await self._ensure_session(deadline)
+        began = trio.current_time()
         try:
             return await self._exchange(request, kind, deadline)
         except RemoteProtocolError as error:
-            if error.code not in ("no_session", "stale_epoch"):
+            if error.code not in _SESSION_OVER:
                 raise
-            await self._lose_session()
+            await self._lose_session(session)
             raise NodeUnavailable(self.endpoint, f"session lost ({error.code})") from error
         except DeadlineExceeded:
-            await self._lose_session()
+            if self._heard_at < began:  # the node is silent, not only slow with this
+                await self._lose_session(session)
             raise
 
     # --- the protocol ---
@@ -267,18 +318,20 @@ class Client:
             return []
         message = m.Load(request=request, first=first, count=len(into), parts=parts, shard=shard)
         reply = await self._load(message, deadline)
-        arrived = [
-            buffer[: grant.length] if grant.status == "ok" else None
-            for grant, buffer in zip(reply.blocks, into, strict=True)
-        ]
         try:
+            arrived = [
+                _room_for(grant, buffer) if grant.status == "ok" else None
+                for grant, buffer in zip(reply.blocks, into, strict=True)
+            ]
             pieces = [
                 Piece(grant.region, grant.offset, grant.lease, local)
                 for grant, local in zip(reply.blocks, arrived, strict=True)
                 if local is not None
             ]
             if pieces:
-                await self._over_link(self._link().pull(pieces, deadline))
+                session = self._present()
+                await self._over_link(session, session.endpoint.pull(pieces, deadline), deadline)
+                self.bytes_pulled += sum(len(piece.local) for piece in pieces)
         finally:
             await self._release(reply)
         return self._checked(reply, arrived)
@@ -294,19 +347,20 @@ class Client:
         shard: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[list[LoadedBlock]]:
-        """As `load`, without a copy: read-only views of the node's memory, valid inside the ``async with`` (shm only)."""
+        """As `load`, without a copy: read-only views of the node's memory, valid inside the ``async with``.
+
+        LocalProtocolError ``no_views`` over a fabric that has none (tcp).
+        """
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         message = m.Load(request=request, first=first, count=count, parts=parts, shard=shard)
         reply = await self._load(message, deadline)
         try:
-            link = self._link()
+            link = self._present().endpoint
             views = [
                 link.view(g.region, g.offset, g.length) if g.status == "ok" else None for g in reply.blocks
             ]
             if any(view is None and g.status == "ok" for view, g in zip(views, reply.blocks, strict=True)):
-                raise FabricError(
-                    self.endpoint, "view", "unsupported", 0, f"the {link.kind} fabric has no views"
-                )
+                raise LocalProtocolError("no_views", f"the {link.kind} fabric has no views: use load")
             yield self._checked(reply, views)
         finally:
             await self._release(reply)
@@ -355,6 +409,7 @@ class Client:
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         if not payloads:
             return []
+        self._check_sizes(space, payloads)
         reserve = m.Reserve(
             space=space, request=request, first=first, count=len(payloads), shard=shard,
             tokens=None if tokens is None else bytes(tokens),
@@ -370,7 +425,9 @@ class Client:
         pieces = [
             Piece(reserved[i].region, reserved[i].offset, reserved[i].reservation, views[i]) for i in mine
         ]
-        await self._over_link(self._link().store(pieces, deadline))
+        session = self._present()
+        await self._over_link(session, session.endpoint.store(pieces, deadline), deadline)
+        self.bytes_stored += sum(len(piece.local) for piece in pieces)
         blocks = [
             m.CommitBlock(reservation=reserved[i].reservation, crcs=part_crcs(views[i], parts)) for i in mine
         ]
@@ -386,31 +443,51 @@ class Client:
         return (await self._call(m.Cancel(request=request), m.Ok, timeout_s)).count
 
     async def explain(
-        self, space: str, tokens: bytes | None = None, *, digests: Sequence[bytes] | None = None
+        self,
+        space: str,
+        tokens: bytes | None = None,
+        *,
+        digests: Sequence[bytes] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
     ) -> list[m.Reason]:
         """Why each block of a prompt is or is not here."""
-        message = m.Explain(space=space, tokens=tokens, digests=None if digests is None else list(digests))
-        return (await self._call(message, m.ExplainReply)).blocks
+        message = m.Explain(
+            space=space, tokens=tokens, digests=None if digests is None else list(digests), shard=shard
+        )
+        return (await self._call(message, m.ExplainReply, timeout_s)).blocks
 
-    async def stats(self) -> dict[str, object]:
+    async def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """The node's counters."""
-        return (await self._call(m.Stats(), m.StatsReply)).stats
+        return (await self._call(m.Stats(), m.StatsReply, timeout_s)).stats
 
     # --- parts of the above ---
 
-    def _link(self) -> Endpoint:
+    def _present(self) -> _Session:
         if self._session is None:
             raise NodeUnavailable(self.endpoint, "the session was lost")
-        return self._session.endpoint
+        return self._session
 
-    async def _over_link(self, transfer: Awaitable[None]) -> None:
+    def _check_sizes(self, space: str, payloads: Sequence[memoryview | bytes]) -> None:
+        if space not in self._spaces:
+            raise ValueError(f"no space {space!r} was given to connect")
+        wanted = self._spaces[space].geometry.payload_bytes
+        sizes = {memoryview(payload).nbytes for payload in payloads} - {wanted}
+        if sizes:
+            raise ValueError(f"a block of space {space!r} has {wanted} bytes, got {sorted(sizes)}")
+
+    async def _over_link(self, session: _Session, transfer: Awaitable[None], deadline: float) -> None:
         """A transfer; a broken link ends the session, a refused access does not."""
+        began = trio.current_time()
         try:
             await transfer
+        except RemoteAccessError as error:  # a lease or reservation ended: its scope did, or its time was up
+            raise RemoteProtocolError("access", str(error)) from error
         except FabricError as error:
-            if error.status != "remote_access":
-                await self._lose_session()
-            raise
+            await self._lose_session(session)
+            if error.status == "timed_out":
+                raise DeadlineExceeded(error.stage, deadline - began) from error
+            raise NodeUnavailable(self.endpoint, str(error)) from error
 
     async def _load(self, message: m.Load, deadline: float) -> m.LoadReply:
         return await self._call(message, m.LoadReply, deadline - trio.current_time())
@@ -435,6 +512,12 @@ class Client:
                 "checksum", grant.source, "the bytes that arrived are not the bytes the node described"
             )
         return LoadedBlock("ok", grant.source, "", data)
+
+
+def _room_for(grant: m.Grant, buffer: memoryview) -> memoryview:
+    if buffer.nbytes < grant.length:
+        raise ValueError(f"a buffer of {buffer.nbytes} bytes for {grant.length} bytes of a block")
+    return buffer[: grant.length]
 
 
 def part_crcs(payload: memoryview, part_bytes: Sequence[int]) -> list[int]:

@@ -110,11 +110,12 @@ def bytes_by_path(outcome: Outcome) -> dict[str, int]:
     """Where bytes moved: device and fabric as the node counts them, hosts as they count themselves."""
     bdev = outcome.stats["storage"]["bdev"]
     fabric = outcome.stats["fabrics"][outcome.fabric]
-    payload = sum(h.stored for h in outcome.hosts)
     return {
         "device_read": bdev["bytes_read"], "device_written": bdev["bytes_written"],
-        "fabric_pulled": fabric["bytes_pulled"], "fabric_stored": fabric["bytes_stored"],
-        "host_verified": sum(h.verified_bytes for h in outcome.hosts), "host_blocks_stored": payload,
+        "node_fabric_pulled": fabric["bytes_pulled"], "node_fabric_stored": fabric["bytes_stored"],
+        "host_pulled": sum(h.bytes_pulled for h in outcome.hosts),
+        "host_stored": sum(h.bytes_stored for h in outcome.hosts),
+        "host_verified": sum(h.verified_bytes for h in outcome.hosts),
     }  # fmt: skip
 
 
@@ -154,10 +155,7 @@ def text(plan: Plan, outcome: Outcome) -> str:
     lookups = lookup_ms(outcome.hosts)
     rows.append(f"lookup    p50 {lookups['p50']} ms, p99 {lookups['p99']} ms, n = {lookups['n']}")
     paths = bytes_by_path(outcome)
-    rows.append(
-        "bytes     "
-        + ", ".join(f"{name} {value / MIB:,.0f} MiB" for name, value in paths.items() if "blocks" not in name)
-    )
+    rows.append("bytes     " + ", ".join(f"{name} {value / MIB:,.0f} MiB" for name, value in paths.items()))
     for name, inside, outside, agrees in compare_outside(outcome):
         rows.append(
             f"{'/proc':<10}{name}: node {inside:,}, kernel {outside:,}  {'agree' if agrees else 'DIFFER'}"
