@@ -6,6 +6,7 @@ import argparse
 
 from dpurt.client.admin import ask
 from dpurt.config import load_config
+from dpurt.json_output import add_json_argument, write_json
 from dpurt.wire import messages as m
 
 
@@ -14,10 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["bump"])
     parser.add_argument("space")
     parser.add_argument("--topology", default="laptop", help="the node's topology (for its run_dir)")
+    add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Bump."""
     reply = ask(load_config(args.topology).node.run_path, m.EpochBump(space=args.space), m.Ok)
+    if args.json is not None:
+        write_json(args.json, {"space": args.space, "epoch": reply.count})
+        return 0
     print(f"space {args.space}: epoch is now {reply.count}; hosts of the old epoch must say hello again")
     return 0
