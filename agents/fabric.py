@@ -103,8 +103,8 @@ class FabricAgent(Actor[None]):
         fabric.admit(session, token, [region.region_id for region in regions], [inbound.region_id])
 
     def may_still_read(self, kind: str, session: int) -> bool:
-        """The host maps our memory and has not let go of it."""
-        return kind in MAPS_MEMORY and self.fabrics[kind].link(session) is not None
+        """The host maps our memory and has not let go of it, though we may have cut it off already."""
+        return kind in MAPS_MEMORY and self.fabrics[kind].is_linked(session)
 
     def expel(self, kind: str, session: int) -> None:
         """Close the session's link and forget its token."""

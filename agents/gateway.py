@@ -4,11 +4,13 @@ What can be answered at once (lookup, hint, release, reserve ...) is answered in
 switch. What waits (load, commit) runs in a task of its own, at most `max_inflight_per_client` a client, each with the
 deadline its message carries. A host that stops reading is cut off. Sessions and scopes are in `dpurt.agents.hosts`.
 
-Restart: sessions and scopes are kept (a load in hand is answered ``internal``); the sockets are bound again.
+Restart: the sockets are bound again, to the same address; requests in hand are never answered. To a new socket every host
+is a stranger: it is told ``no_session`` and says hello again, and its old session ends with its link.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -29,9 +31,10 @@ from dpurt.core.events import (
     Ranked,
     Resumed,
     SequenceGone,
+    Stored,
 )
 from dpurt.core.identity import PartRun
-from dpurt.errors import RemoteProtocolError
+from dpurt.errors import BdevError, RemoteProtocolError
 from dpurt.runtime.actor import Actor
 from dpurt.transport import CurveServer, SocketOptions, ZmqSocket, open_context, serve_zap, user_id
 from dpurt.wire import messages as m
@@ -46,6 +49,8 @@ from .staging import Acquired, StagingAgent
 
 log = structlog.get_logger()
 WATCH_S = 0.25
+UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
+UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
 
 
 class GatewayAgent(Actor[None]):
@@ -90,21 +95,21 @@ class GatewayAgent(Actor[None]):
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         gateway = self.config.gateway
-        options = SocketOptions(max_message_bytes=gateway.max_message_bytes, linger_ms=200)
+        curve = None if gateway.curve is None else CurveServer(gateway.curve.secret_key())
+        options = SocketOptions(
+            max_message_bytes=gateway.max_message_bytes, linger_ms=200, curve=curve,
+            recv_hwm=UNREAD_MESSAGES, send_hwm=UNREAD_REPLIES,
+        )  # fmt: skip
         admin = SocketOptions(max_message_bytes=1 << 20, linger_ms=200)
         with open_context() as context:
             async with trio.open_nursery() as self._nursery:
-                if gateway.curve is not None:
+                if curve is not None:
                     await self._nursery.start(serve_zap, context, self.config.authorized_keys())
-                    options = SocketOptions(
-                        max_message_bytes=gateway.max_message_bytes, linger_ms=200,
-                        curve=CurveServer(gateway.curve.secret_key()),
-                    )  # fmt: skip
                 with (
                     ZmqSocket(context, "ROUTER", options) as self._socket,
                     ZmqSocket(context, "ROUTER", admin) as door,
                 ):
-                    self.endpoint = self._socket.bind(gateway.bind)
+                    self.endpoint = self._socket.bind(self.endpoint or gateway.bind)
                     self._bind_admin(door)
                     self._nursery.start_soon(self._watch)
                     self._nursery.start_soon(self._serve_admin, door)
@@ -114,8 +119,11 @@ class GatewayAgent(Actor[None]):
     def _bind_admin(self, door: ZmqSocket) -> None:
         path = self.config.node.run_path / "admin.sock"
         path.unlink(missing_ok=True)
-        door.bind(f"ipc://{path}")
-        path.chmod(0o600)
+        old = os.umask(0o177)  # never open to others, not even for a moment
+        try:
+            door.bind(f"ipc://{path}")
+        finally:
+            os.umask(old)
 
     async def _serve_hosts(self, socket: ZmqSocket) -> None:
         while True:
@@ -125,7 +133,8 @@ class GatewayAgent(Actor[None]):
 
     def _on_message(self, frames: Sequence[zmq.Frame]) -> None:
         routing_id = frames[0].bytes
-        session = self.hosts.sessions.get(routing_id)
+        key = user_id(frames) if self.config.gateway.curve is not None else None
+        session = self.hosts.session_of(routing_id, key)
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError("malformed", f"expected one frame, got {len(frames) - 1}")
@@ -135,7 +144,7 @@ class GatewayAgent(Actor[None]):
             self._refuse(routing_id, request_id, Refusal(error.code, error.message))
             return
         try:
-            reply = self._dispatch(routing_id, session, request, frames)
+            reply = self._dispatch(routing_id, key, session, request)
         except Refusal as refusal:
             self._refuse(routing_id, request.id, refusal)
             return
@@ -143,10 +152,10 @@ class GatewayAgent(Actor[None]):
             self._send(routing_id, reply)
 
     def _dispatch(
-        self, routing_id: bytes, session: Session | None, request: m.AnyRequest, frames: Sequence[zmq.Frame]
+        self, routing_id: bytes, key: str | None, session: Session | None, request: m.AnyRequest
     ) -> m.Reply | None:
         if isinstance(request, m.Hello):
-            return self.hosts.hello(routing_id, request, user_id(frames))
+            return self.hosts.hello(routing_id, request, key)
         if session is None:
             raise Refusal("no_session", "say hello first (the node may have restarted)")
         session.last_seen = trio.current_time()
@@ -200,7 +209,7 @@ class GatewayAgent(Actor[None]):
     # --- requests answered at once ---
 
     def _lookup(self, session: Session, request: m.Lookup) -> m.LookupReply:
-        state = self.hosts.state(session, request.space)
+        state = self.hosts.state(session, request.space, request.shard)
         session.counters.lookups += 1
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a lookup has either tokens or digests")
@@ -228,7 +237,7 @@ class GatewayAgent(Actor[None]):
 
     def _hint(self, session: Session, hint: m.Hint) -> m.Reply | None:
         if hint.kind == "arrival":
-            state = self.hosts.state(session, hint.space)
+            state = self.hosts.state(session, hint.space, hint.shard)
             if hint.tokens is None:
                 raise Refusal("malformed", "an arrival hint needs tokens")
             ids = self._index.match(state, hint.tokens, None)
@@ -241,6 +250,8 @@ class GatewayAgent(Actor[None]):
             return m.Ok(
                 id=hint.id, count=self.hosts.end_scope(session, scope, Finished(scope.sequence, hint.reason))
             )
+        if hint.kind == "decode" and hint.group >= scope.state.layout.num_parts:
+            raise Refusal("malformed", f"group {hint.group} of a block with {scope.state.layout.num_parts}")
         self._observe(self._hint_event(scope, hint))
         return m.Ok(id=hint.id, count=1)
 
@@ -261,7 +272,7 @@ class GatewayAgent(Actor[None]):
         return tuple(scope.state.refs(handles, scope.shard))
 
     def _reserve(self, session: Session, request: m.Reserve) -> m.ReserveReply:
-        state = self.hosts.state(session, request.space)
+        state = self.hosts.state(session, request.space, request.shard)
         scope = session.scopes.get(request.request)
         if request.tokens is None and request.digests is None and scope is not None:
             request.tokens, request.digests = scope.tokens, scope.digests
@@ -276,7 +287,7 @@ class GatewayAgent(Actor[None]):
                 "malformed", f"the prompt has fewer than {request.first + request.count} whole blocks"
             )
         grants = self._intake.reserve(
-            session.number, scope.number, state, chain, request.first, request.shard
+            session.number, scope.number, state, chain, request.first, request.shard, request.tokens
         )
         return m.ReserveReply(id=request.id, blocks=grants)
 
@@ -289,7 +300,7 @@ class GatewayAgent(Actor[None]):
         return m.Ok(id=request.id, count=count)
 
     def _explain(self, session: Session, request: m.Explain) -> m.ExplainReply:
-        state = self.hosts.state(session, request.space)
+        state = self.hosts.state(session, request.space, request.shard)
         others = [s for s in session.spaces.values() if s is not state and not s.retired]
         return m.ExplainReply(
             id=request.id,
@@ -309,15 +320,17 @@ class GatewayAgent(Actor[None]):
     # --- requests that wait ---
 
     async def _load(self, session: Session, request: m.Load, deadline: float) -> m.LoadReply:
-        scope = self.hosts.scope(session, request.request)
+        scope = self.hosts.scope(session, request.request, request.shard)
         state = scope.state
         parts = self._parts(state, request.parts)
         if request.landing is not None and len(request.landing.offsets) != request.count:
             raise Refusal("malformed", "a landing needs one offset a block")
+        if request.first + request.count > len(scope.handles):
+            self._catch_up(scope)
         handles = scope.handles[request.first : request.first + request.count].tolist()
         self._observe(Consumed(scope.sequence, request.first, len(handles)))
         is_view = session.fabric == "shm" or request.landing is not None
-        expires = None if is_view else trio.current_time() + self.config.staging.lease_s
+        expires = None if is_view else deadline + self.config.staging.lease_s
         acquired = await self._staging.acquire(
             state, handles, request.shard, parts.mask, scope.number, scope.sequence, expires, deadline
         )
@@ -334,6 +347,13 @@ class GatewayAgent(Actor[None]):
         return m.LoadReply(
             id=request.id, blocks=grants, part_bytes=state.part_bytes[parts.start : parts.stop]
         )
+
+    def _catch_up(self, scope: Scope) -> None:
+        """More of the scope's prompt may be here by now: stored in it, or by others."""
+        ids = self._index.match(scope.state, scope.tokens, scope.digests)
+        more = scope.catch_up(scope.state.index.handles(ids))
+        if more:
+            self._observe(Stored(scope.sequence, tuple(scope.state.refs(more, scope.shard))))
 
     @staticmethod
     def _parts(state: SpaceState, parts: tuple[int, int] | None) -> PartRun:
@@ -367,10 +387,13 @@ class GatewayAgent(Actor[None]):
             for g, at in zip(grants, landing.offsets, strict=True)
             if g.status == "ok"
         ]
+        leases = [g.lease for g in grants if g.status == "ok"]
+        self._staging.begin_transfers(leases)  # the slots stay untouched even if the scope ends meanwhile
         try:
             error = await self._fabric.push(session.fabric, session.number, pieces, deadline)
         finally:
-            self._staging.release([g.lease for g in grants if g.status == "ok"], session.number)
+            self._staging.end_transfers(leases)
+            self._staging.release(leases, session.number)
         for grant in grants:
             if grant.status == "ok":
                 grant.lease = grant.region = grant.offset = 0
@@ -396,7 +419,8 @@ class GatewayAgent(Actor[None]):
     async def _commit(self, session: Session, request: m.Commit, deadline: float) -> m.CommitReply:
         scope = self.hosts.scope(session, request.request)
         with trio.move_on_at(deadline):
-            statuses = await self._intake.commit(session.number, scope, request.blocks, deadline)
+            statuses = await self._intake.commit(session.number, request.blocks, deadline)
+            self._catch_up(scope)
             self._count_stores(session, scope.state, statuses)
             return m.CommitReply(id=request.id, statuses=statuses)
         raise Refusal("deadline", "the commit did not end in its time; uncommitted blocks were given back")
@@ -416,17 +440,22 @@ class GatewayAgent(Actor[None]):
     async def _serve_admin(self, door: ZmqSocket) -> None:
         while True:
             frames = await door.recv()
-            try:
-                request = m.decode_admin(frames[-1])
-                reply = await self._administer(request)
-            except RemoteProtocolError as error:
-                reply = m.ErrorReply(id=0, code=error.code, message=error.message)
-            except Refusal as refusal:
-                reply = m.ErrorReply(id=request.id, code=refusal.code, message=refusal.message)
+            reply = await self._answer_admin(frames[-1])
             try:
                 door.try_send([frames[0], m.encode(reply)])
             except trio.BrokenResourceError:
                 continue
+
+    async def _answer_admin(self, frame: bytes) -> m.Reply:
+        try:
+            request = m.decode_admin(frame)
+            return await self._administer(request)
+        except RemoteProtocolError as error:
+            return m.ErrorReply(id=m.request_id(frame), code=error.code, message=error.message)
+        except Refusal as refusal:
+            return m.ErrorReply(id=request.id, code=refusal.code, message=refusal.message)
+        except BdevError as error:
+            return m.ErrorReply(id=request.id, code="device", message=str(error))
 
     async def _administer(self, request: m.AdminRequest) -> m.Reply:
         if isinstance(request, m.Stats):
@@ -439,6 +468,8 @@ class GatewayAgent(Actor[None]):
         state = self._index.spaces.get(request.space)
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
+        if isinstance(request, m.Explain):
+            self.hosts.check_shard(state, request.shard)
         if isinstance(request, m.EpochBump):
             return m.Ok(id=request.id, count=await self.on_epoch_bump(request.space))
         others = [s for s in self._index.spaces.values() if s is not state]

@@ -17,10 +17,10 @@ import trio
 from dpurt.config import Config
 from dpurt.core.events import Event, SequenceGone
 from dpurt.core.identity import check_same_space, conformance_vectors
-from dpurt.errors import SpaceMismatch
+from dpurt.errors import ConfigError, SpaceMismatch
 from dpurt.wire import messages as m
 
-from .fabric import FabricAgent
+from .fabric import Choice, FabricAgent
 from .index import IndexAgent
 from .intake import Intake
 from .sessions import HostCounters, Scope, Session
@@ -29,6 +29,7 @@ from .staging import StagingAgent
 
 log = structlog.get_logger()
 EMPTY = np.empty(0, dtype=np.int64)
+DIGEST_COST_BYTES = 100  # of one digest as a Python object
 
 
 class Refusal(Exception):
@@ -83,11 +84,18 @@ class Hosts:
             raise Refusal("unknown_host", f"no host {hello.host!r} in the topology")
         if host.public_key and host.public_key != key:
             raise Refusal("unauthorised", f"host {hello.host!r} must use its own key")
-        if len(self.sessions) >= self._config.gateway.max_clients:
-            raise Refusal("busy", f"more than {len(self.sessions)} clients")
+        if (
+            len(self._by_number) >= self._config.gateway.max_clients
+        ):  # those gone that still map our memory count
+            raise Refusal("busy", f"more than {len(self._by_number)} clients")
         spaces = {claim.name: self._agreed(claim, host.spaces) for claim in hello.spaces}
+        choice = self._fabric.choose(hello.host, hello.fabrics)
+        if choice is None:
+            raise Refusal(
+                "no_fabric", f"none of {', '.join(hello.fabrics)} is offered to host {hello.host!r}"
+            )
         self.end_session(routing_id, "said hello again")
-        return self._welcome(routing_id, hello, host.inbound_bytes, spaces)
+        return self._welcome(routing_id, key, hello, choice, host.inbound_bytes, spaces)
 
     def _agreed(self, claim: m.SpaceClaim, allowed: Sequence[str]) -> SpaceState:
         state = self._index.spaces.get(claim.name)
@@ -115,22 +123,23 @@ class Hosts:
         return state
 
     def _welcome(
-        self, routing_id: bytes, hello: m.Hello, inbound_bytes: int, spaces: dict[str, SpaceState]
-    ) -> m.HelloReply:
+        self, routing_id: bytes, key: str | None, hello: m.Hello, choice: Choice, inbound_bytes: int,
+        spaces: dict[str, SpaceState],
+    ) -> m.HelloReply:  # fmt: skip
         number = next(self._numbers)
-        choice = self._fabric.choose(hello.host, hello.fabrics)
-        if choice is None:
-            raise Refusal(
-                "no_fabric", f"none of {', '.join(hello.fabrics)} is offered to host {hello.host!r}"
+        try:
+            inbound = self._intake.open_session(
+                number, hello.host, inbound_bytes, [s.layout.payload_bytes for s in spaces.values()]
             )
-        inbound = self._intake.open_session(
-            number, hello.host, inbound_bytes, [s.layout.payload_bytes for s in spaces.values()]
-        )
+        except ConfigError as error:  # of one host too many, not of the topology
+            raise Refusal("no_memory", str(error)) from error
         regions = {state.slab.region.region_id: state.slab.region for state in spaces.values()}
         token = secrets.token_bytes(32)
         self._fabric.admit(choice.kind, number, token, list(regions.values()), inbound)
         counters = self.counters.setdefault(hello.host, HostCounters())
-        session = Session(number, routing_id, hello.host, choice.kind, spaces, counters, trio.current_time())
+        session = Session(
+            number, routing_id, hello.host, choice.kind, spaces, counters, trio.current_time(), key
+        )
         self.sessions[routing_id] = self._by_number[number] = session
         log.info("session_opened", session=number, host=hello.host, fabric=choice.kind)
         return m.HelloReply(
@@ -144,6 +153,14 @@ class Hosts:
                 m.RegionInfo(region=inbound.region_id, size=inbound.size, access="write"),
             ],
         )  # fmt: skip
+
+    def session_of(self, routing_id: bytes, key: str | None) -> Session | None:
+        """Whose message this is. A host may choose its routing id, so an old one's proves nothing: the key must be the same."""
+        session = self.sessions.get(routing_id)
+        if session is not None and session.key != key:
+            self.end_session(routing_id, "its routing id came with another key")
+            return None
+        return session
 
     def end_session(self, routing_id: bytes, why: str) -> None:
         """The session is over: every scope ends now. Memory the host may still map waits for `link_closed`."""
@@ -179,22 +196,30 @@ class Hosts:
 
     # --- scopes ---
 
-    def state(self, session: Session, name: str) -> SpaceState:
-        """A space of this session at its present epoch, or Refusal."""
+    def state(self, session: Session, name: str, shard: int = 0) -> SpaceState:
+        """A space of this session at its present epoch, which has such a shard; or Refusal."""
         state = session.spaces.get(name)
         if state is None:
             raise Refusal("unknown_space", f"space {name!r} was not part of this session's hello")
         if state.retired:
             raise Refusal("stale_epoch", f"space {name!r} has a new epoch: say hello again")
+        self.check_shard(state, shard)
         return state
 
-    def scope(self, session: Session, request: str) -> Scope:
+    @staticmethod
+    def check_shard(state: SpaceState, shard: int) -> None:
+        """Refusal when the space has no such shard."""
+        if shard >= state.num_shards:
+            raise Refusal("malformed", f"shard {shard} of a space with {state.num_shards}")
+
+    def scope(self, session: Session, request: str, shard: int = 0) -> Scope:
         """An open scope of this session, or Refusal."""
         scope = session.scopes.get(request)
         if scope is None:
             raise Refusal("unknown_request", f"request {request!r} has no scope (look it up first)")
         if scope.state.retired:
             raise Refusal("stale_epoch", f"space {scope.state.name!r} has a new epoch: say hello again")
+        self.check_shard(scope.state, shard)
         scope.used_at = trio.current_time()
         return scope
 
@@ -203,27 +228,43 @@ class Hosts:
         tokens: bytes | None, digests: list[bytes] | None, shard: int,
     ) -> Scope:  # fmt: skip
         """The scope of a request, made when there is none. It remembers the prompt."""
-        if shard >= state.num_shards:
-            raise Refusal("malformed", f"shard {shard} of a space with {state.num_shards}")
-        now = trio.current_time()
+        self.check_shard(state, shard)
         scope = session.scopes.get(request)
-        if scope is None:
-            if self.is_draining:
-                raise Refusal("draining", "this node is shutting down")
-            if len(session.scopes) >= self._config.gateway.max_scopes_per_client:
-                raise Refusal("busy", f"more than {len(session.scopes)} open requests")
-            scope = Scope(next(self._scope_numbers), request, state, tokens, digests, shard, EMPTY, now, now)
-            session.scopes[request] = scope
-            self._staging.open_scope(scope.number, session.number)
-        elif scope.state is not state:
+        if scope is not None and scope.state is not state:
             raise Refusal("malformed", f"request {request!r} belongs to space {scope.state.name!r}")
-        scope.tokens, scope.digests, scope.shard, scope.used_at = tokens, digests, shard, now
+        prompt_bytes = _prompt_bytes(tokens, digests)
+        total = session.prompt_bytes + prompt_bytes - (scope.prompt_bytes if scope is not None else 0)
+        if total > self._config.gateway.max_prompt_bytes_per_client:
+            raise Refusal("busy", f"the prompts of this client's open requests have {total} bytes")
+        if scope is None:
+            scope = self._new_scope(session, request, state)
+        elif not scope.is_continued_by(tokens, digests):
+            scope.handles = EMPTY  # they are blocks of another prompt
+        session.prompt_bytes, scope.prompt_bytes = total, prompt_bytes
+        scope.tokens, scope.digests, scope.shard, scope.used_at = tokens, digests, shard, trio.current_time()
+        return scope
+
+    def _new_scope(self, session: Session, request: str, state: SpaceState) -> Scope:
+        if self.is_draining:
+            raise Refusal("draining", "this node is shutting down")
+        if len(session.scopes) >= self._config.gateway.max_scopes_per_client:
+            raise Refusal("busy", f"more than {len(session.scopes)} open requests")
+        now = trio.current_time()
+        scope = Scope(next(self._scope_numbers), request, state, None, None, 0, EMPTY, now, now)
+        session.scopes[request] = scope
+        self._staging.open_scope(scope.number, session.number)
         return scope
 
     def end_scope(self, session: Session, scope: Scope, event: Event, *, host_may_read: bool = False) -> int:
         """End a scope; how many leases and reservations it held. `event` tells the predictors why."""
         del session.scopes[scope.request]
+        session.prompt_bytes -= scope.prompt_bytes
         count = self._staging.end_scope(scope.number, host_may_read=host_may_read)
         count += self._intake.end_scope(scope.number)
         self._observe(event)
         return count
+
+
+def _prompt_bytes(tokens: bytes | None, digests: Sequence[bytes] | None) -> int:
+    """What a scope costs us in memory, nearly."""
+    return len(tokens or b"") + DIGEST_COST_BYTES * len(digests or ())

@@ -7,14 +7,16 @@ object, and no method leaves them half changed across an await.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import numpy as np
 import structlog
 import trio
 from numpy.typing import NDArray
 
-from dpurt.core.identity import ROOT_KEY, chain_keys, digest_key, first_difference
+from dpurt.core.identity import ROOT_KEY, Space, chain_keys, digest_key, first_difference
 from dpurt.core.prefix_index import Dropped
 from dpurt.core.tombstones import Tombstones
 from dpurt.runtime.actor import Actor
@@ -24,6 +26,7 @@ from .spaces import SpaceState, number_of
 
 log = structlog.get_logger()
 EXPIRY_TICK_S = 1.0
+_Chain: TypeAlias = tuple[SpaceState, list[bytes]]
 
 
 class IndexAgent(Actor[None]):
@@ -50,6 +53,14 @@ class IndexAgent(Actor[None]):
             old.retired = True
         self.spaces[state.name] = state
         self.by_number[state.number] = state
+
+    def bury(self, state: SpaceState, ids: NDArray[np.int32]) -> None:
+        """Remember why these blocks of a retired epoch are gone."""
+        now = trio.current_time()
+        for block_id in ids.tolist():
+            self.tombstones.put(
+                state.index.key(block_id), "epoch", now, f"stored in epoch {state.space.epoch}"
+            )
 
     def forget_retired(self, state: SpaceState) -> None:
         """A retired epoch has nothing left."""
@@ -112,22 +123,23 @@ class IndexAgent(Actor[None]):
         self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, shard: int,
         others: Sequence[SpaceState],
     ) -> list[m.Reason]:  # fmt: skip
-        """Why each whole block of a prompt is here or is not."""
-        count = (
-            len(tokens) // state.space.geometry.block_token_bytes
-            if tokens is not None
-            else len(digests or ())
-        )
+        """Why each whole block of a prompt is here or is not; of its first `m.MAX_BLOCKS`, for it is not done in passing."""
+        step = state.space.geometry.block_token_bytes
+        tokens = None if tokens is None else tokens[: m.MAX_BLOCKS * step]
+        digests = (digests or ())[: m.MAX_BLOCKS]
+        count = len(digests) if tokens is None else len(tokens) // step
         keys = self.chain(state, tokens, digests, 0, count) or [ROOT_KEY]
+        former = _keys_of_last_epoch(state.space, tokens, digests)
+        elsewhere = self._chains_elsewhere(state, tokens, digests, count, others)
         now = trio.current_time()
         return [
-            self._explain_one(state, i, key, shard, tokens, digests, others, now)
+            self._explain_one(state, i, key, former[i], shard, elsewhere, now)
             for i, key in enumerate(keys[1:])
         ]
 
     def _explain_one(
-        self, state: SpaceState, position: int, key: bytes, shard: int, tokens: bytes | None,
-        digests: Sequence[bytes] | None, others: Sequence[SpaceState], now: float,
+        self, state: SpaceState, position: int, key: bytes, former: bytes, shard: int,
+        chains: Sequence[_Chain], now: float,
     ) -> m.Reason:  # fmt: skip
         refusal = self.refusals.get(key)
         if self.has_shard(state, key, shard):
@@ -137,10 +149,10 @@ class IndexAgent(Actor[None]):
             if refusal is not None:
                 detail += f"; {now - refusal.now:.1f} s ago it was refused: {refusal.reason} {refusal.detail}".rstrip()
             return m.Reason(block=position, reason="present", detail=detail)
-        tomb = self.tombstones.get(key)
+        tomb = self.tombstones.get(key) or self.tombstones.get(former)
         if tomb is not None:
             return m.Reason(block=position, reason=tomb.reason, detail=tomb.detail, age_s=now - tomb.now)
-        elsewhere = self._held_elsewhere(state, position, tokens, digests, shard, others)
+        elsewhere = self._held_elsewhere(state, position, shard, chains)
         if elsewhere:
             return m.Reason(block=position, reason="other_space", detail=elsewhere)
         if refusal is not None:
@@ -151,15 +163,19 @@ class IndexAgent(Actor[None]):
             block=position, reason="never_stored", detail="not since this node started, nor found on its bdev"
         )
 
-    def _held_elsewhere(
-        self, state: SpaceState, position: int, tokens: bytes | None, digests: Sequence[bytes] | None, shard: int,
+    def _chains_elsewhere(
+        self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes], count: int,
         others: Sequence[SpaceState],
-    ) -> str:  # fmt: skip
-        for other in others:
-            if other.space.geometry.block_tokens != state.space.geometry.block_tokens:
-                continue
-            chain = self.chain(other, tokens, digests, position, 1)
-            if chain is not None and self.has_shard(other, chain[1], min(shard, other.num_shards - 1)):
+    ) -> list[_Chain]:  # fmt: skip
+        """The prompt's keys in each other space that cuts it into the same blocks."""
+        block_tokens = state.space.geometry.block_tokens
+        alike = [other for other in others if other.space.geometry.block_tokens == block_tokens]
+        chains = [(other, self.chain(other, tokens, digests, 0, count)) for other in alike]
+        return [(other, keys[1:]) for other, keys in chains if keys is not None]
+
+    def _held_elsewhere(self, state: SpaceState, position: int, shard: int, chains: Sequence[_Chain]) -> str:
+        for other, keys in chains:
+            if self.has_shard(other, keys[position], min(shard, other.num_shards - 1)):
                 name, mine, theirs = first_difference(state.space, other.space) or (
                     "salt",
                     "<secret>",
@@ -195,19 +211,27 @@ class IndexAgent(Actor[None]):
         tokens: bytes | None,
         now: float,
     ) -> NDArray[np.int32] | None:
-        """Records for blocks about to be placed, existing ones kept; None when their parent is unknown."""
+        """Records for blocks about to be placed, existing ones kept; None when they do not fit what is known.
+
+        That is: their parent is unknown, or the chain is known by keys and comes with tokens, or the other way round.
+        """
         if first and state.index.get(parent) is None:
             return None
         try:
             if tokens is not None:
                 return state.index.insert(tokens, keys, first, now)
             return state.index.insert_keys(parent, keys, now)
-        except KeyError:
+        except (KeyError, ValueError):
             return None
 
-    def forget_empty(self, state: SpaceState, block_id: int) -> None:
-        """Remove a record that was entered and never placed."""
-        state.index.drop(block_id, trio.current_time())
+    @contextmanager
+    def pinned(self, state: SpaceState, ids: NDArray[np.int32]) -> Iterator[None]:
+        """Records that stay while a store of them is under way; those that are nowhere at its end go."""
+        state.index.pin(ids)
+        try:
+            yield
+        finally:
+            state.index.unpin(ids, trio.current_time())
 
     def place(self, state: SpaceState, block_id: int, shard: int, slot: int, now: float) -> None:
         """The block is in staging, new."""
@@ -248,3 +272,11 @@ class IndexAgent(Actor[None]):
             for state in list(self.spaces.values()):
                 if state.ttl_s:
                     self._gone(state, state.index.expire(now), "expired", now)
+
+
+def _keys_of_last_epoch(space: Space, tokens: bytes | None, digests: Sequence[bytes] | None) -> list[bytes]:
+    """What a prompt's blocks were called before the last bump; in epoch 0, what they are called now."""
+    fingerprint = space.with_epoch(max(space.epoch - 1, 0)).fingerprint()
+    if tokens is not None:
+        return chain_keys(fingerprint, ROOT_KEY, tokens, space.geometry.block_token_bytes)
+    return [digest_key(fingerprint, digest) for digest in digests or ()]

@@ -20,14 +20,13 @@ import crc32c
 import numpy as np
 import structlog
 import trio
+from numpy.typing import NDArray
 
-from dpurt.core.events import Event, Stored
 from dpurt.core.record import RecordHeader, pack_header
 from dpurt.fabric.region import MemfdRegion
 from dpurt.wire import messages as m
 
 from .index import IndexAgent
-from .sessions import Scope
 from .spaces import SpaceState
 from .storage import StorageAgent, WriteJob
 
@@ -36,6 +35,7 @@ OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
 RESERVATION_S = 30.0
 DIRTY_SHARE = 0.5
 ALIGN = 4096
+Ids = NDArray[np.int32]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +61,16 @@ class Reserved:
     position: int
     cell: int
     expires: float
+    tokens: bytes | None
     transfers: int = 0
+    is_committing: bool = False  # the commit gives it back
     given_back: bool = False
     over: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody but a commit under way can still use it."""
+        return self.given_back or self.is_committing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +108,6 @@ class Intake:
         self._reserving: dict[tuple[int, bytes, int], Reserved] = {}
         self._numbers = itertools.count(1)
         self._region_ids: Callable[[], int] = itertools.count(1 << 20).__next__
-        self.observe: Callable[[Event], object] = lambda event: None
         self._cleaner = trio.lowlevel.ParkingLot()
         self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
         self.stored = 0
@@ -127,34 +133,44 @@ class Intake:
         return region
 
     def close_session(self, session: int) -> None:
-        """The host provably cannot write any more."""
+        """The host provably cannot write any more. A commit under way ends by itself, as it can."""
         inbound = self._inbound.pop(session, None)
-        for reserved in [r for r in self._reserved.values() if r.session == session]:
+        for reserved in [r for r in self._reserved.values() if r.session == session and not r.is_committing]:
             self._give_back(reserved)
         if inbound is not None:
             inbound.region.close()
 
     def end_scope(self, owner: int) -> int:
-        """Give back what a scope reserved; how many that were."""
-        mine = [r for r in self._reserved.values() if r.owner == owner and not r.given_back]
+        """Give back what a scope reserved and is not committing; how many that were."""
+        mine = [r for r in self._reserved.values() if r.owner == owner and not r.is_over]
         for reserved in mine:
             self._give_back(reserved)
         return len(mine)
 
     def expire(self, now: float) -> None:
         """Give back what was never committed."""
-        for reserved in [r for r in self._reserved.values() if r.expires <= now and not r.given_back]:
+        for reserved in [r for r in self._reserved.values() if r.expires <= now and not r.is_over]:
             self.expired += 1
             self._give_back(reserved)
 
     # --- reserving ---
 
     def reserve(
-        self, session: int, owner: int, state: SpaceState, chain: Sequence[bytes], first: int, shard: int
+        self,
+        session: int,
+        owner: int,
+        state: SpaceState,
+        chain: Sequence[bytes],
+        first: int,
+        shard: int,
+        tokens: bytes | None,
     ) -> list[m.Reservation]:
-        """Room for the blocks ``chain[1:]``, at positions from `first`; ``chain[0]`` is the parent's key."""
+        """Room for the blocks ``chain[1:]``, at positions from `first`; ``chain[0]`` is the parent's key.
+
+        `tokens` of the whole prompt, from its start, where they are known.
+        """
         return [
-            self._reserve_one(session, owner, state, chain[i], chain[i + 1], first + i, shard)
+            self._reserve_one(session, owner, state, chain[i], chain[i + 1], first + i, shard, tokens)
             for i in range(len(chain) - 1)
         ]
 
@@ -167,6 +183,7 @@ class Intake:
         key: bytes,
         position: int,
         shard: int,
+        tokens: bytes | None,
     ) -> m.Reservation:
         if self._index.has_shard(state, key, shard):
             return m.Reservation(status="exists")
@@ -177,7 +194,7 @@ class Intake:
             return m.Reservation(status="no_room")
         reserved = Reserved(
             next(self._numbers), session, owner, state, shard, key, parent, position, inbound.free.pop(),
-            trio.current_time() + RESERVATION_S,
+            trio.current_time() + RESERVATION_S, tokens,
         )  # fmt: skip
         self._reserved[reserved.number] = self._reserving[state.number, key, shard] = reserved
         return m.Reservation(
@@ -205,7 +222,7 @@ class Intake:
     def begin_store(self, session: int, region_id: int, offset: int, length: int, number: int) -> bool:
         """May this session write these bytes under this reservation now?"""
         reserved, inbound = self._reserved.get(number), self._inbound.get(session)
-        if reserved is None or inbound is None or reserved.session != session or reserved.given_back:
+        if reserved is None or inbound is None or reserved.session != session or reserved.is_over:
             return False
         start = reserved.cell * inbound.cell_bytes
         end = start + reserved.state.layout.payload_bytes
@@ -223,62 +240,75 @@ class Intake:
 
     # --- committing ---
 
-    async def commit(
-        self, session: int, scope: Scope, blocks: Sequence[m.CommitBlock], deadline: float
-    ) -> list[str]:
+    async def commit(self, session: int, blocks: Sequence[m.CommitBlock], deadline: float) -> list[str]:
         """Take written reservations over, in order. A status for each block (`wire.messages.CommitReply`).
 
         Cancelled in the middle, it still ends what it began: every reservation is given back, no slot is left filling.
         """
         statuses = ["unknown"] * len(blocks)
-        arrivals: list[_Arrival] = []
+        written = self._claim(session, blocks)
         try:
-            for run in self._runs(session, blocks):
-                await self._wait_for_parent(run[0].reserved, deadline)
-                await self._wait_for_device(run[0].reserved.state, len(run), deadline)
-                arrivals += self._prepare(run, scope, statuses)
-            await self._copy_and_check(arrivals)
+            for run in _runs(written):
+                await self._wait_for_parent(run[0].reserved, written, deadline)
+                state = run[0].reserved.state
+                for at in range(0, len(run), self._max_dirty(state)):
+                    piece = run[at : at + self._max_dirty(state)]
+                    await self._wait_for_device(state, len(piece), deadline)
+                    await self._take_in(piece, statuses)
+                    self._give_back_all(piece)  # who waits for these may be who we wait for next
         finally:
-            for arrival in arrivals:
-                statuses[arrival.position] = self._admit(arrival, scope)
-            self._conclude(session, blocks, statuses)
-        stored = [a for a in arrivals if statuses[a.position] == "stored"]
-        scope.extend([(a.reserved.position, a.handle) for a in stored])
-        self.observe(Stored(scope.sequence, tuple(a.ref for a in stored)))
+            self._conclude(written, statuses)
         return statuses
 
-    def _runs(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[list[_Written]]:
-        """The reservations that stand, as runs of consecutive blocks of one chain."""
-        runs: list[list[_Written]] = []
+    async def _take_in(self, run: Sequence[_Written], statuses: list[str]) -> None:
+        """A run of consecutive blocks, all the way: entered, copied, checked, and visible or gone."""
+        first, state = run[0].reserved, run[0].reserved.state
+        keys = [written.reserved.key for written in run]
+        ids = None
+        if not state.retired:
+            ids = self._index.enter(
+                state, first.parent, keys, first.position, run[-1].reserved.tokens, trio.current_time()
+            )
+        if ids is None:
+            for written in run:
+                statuses[written.position] = "stale_epoch" if state.retired else "orphan"
+            return
+        with self._index.pinned(state, ids):
+            arrivals = self._prepare(run, ids, statuses)
+            try:
+                await self._copy_and_check(arrivals)
+            finally:
+                for arrival in arrivals:
+                    statuses[arrival.position] = self._admit(arrival)
+
+    def _claim(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[_Written]:
+        """The reservations that stand. From now on they are this commit's, and nobody else gives them back."""
+        written = []
         for i, block in enumerate(blocks):
             reserved = self._reserved.get(block.reservation)
-            if reserved is None or reserved.given_back or reserved.session != session:
-                continue
-            written = _Written(reserved, block.crcs, i)
-            if (
-                runs
-                and runs[-1][-1].reserved.key == reserved.parent
-                and runs[-1][-1].reserved.state is reserved.state
-            ):
-                runs[-1].append(written)
-            else:
-                runs.append([written])
-        return runs
+            if reserved is not None and reserved.session == session and not reserved.is_over:
+                reserved.is_committing = True
+                written.append(_Written(reserved, block.crcs, i))
+        return written
 
-    def _conclude(self, session: int, blocks: Sequence[m.CommitBlock], statuses: Sequence[str]) -> None:
-        for block, status in zip(blocks, statuses, strict=True):
-            reserved = self._reserved.get(block.reservation)
-            if reserved is not None and reserved.session == session:
-                self._give_back(reserved)
+    def _conclude(self, written: Sequence[_Written], statuses: Sequence[str]) -> None:
+        self._give_back_all(written)
+        for status in statuses:
             if status == "stored":
                 self.stored += 1
             else:
                 self.refused[status] = self.refused.get(status, 0) + 1
 
-    async def _wait_for_parent(self, reserved: Reserved, deadline: float) -> None:
-        """Another host may be about to commit the parent."""
+    def _give_back_all(self, written: Sequence[_Written]) -> None:
+        for one in written:
+            self._give_back(one.reserved)
+
+    async def _wait_for_parent(
+        self, reserved: Reserved, written: Sequence[_Written], deadline: float
+    ) -> None:
+        """Another commit may be about to bring the parent."""
         other = self._reserving.get((reserved.state.number, reserved.parent, reserved.shard))
-        if other is not None and other.session != reserved.session:
+        if other is not None and all(other is not one.reserved for one in written):
             with trio.move_on_at(deadline):
                 await other.over.wait()
 
@@ -288,24 +318,17 @@ class Intake:
             while self._clean_room(state) < count and self.dirty.get(state.slab.number, 0):
                 await self._cleaner.park()
 
+    @staticmethod
+    def _max_dirty(state: SpaceState) -> int:
+        return max(1, int(state.slab.pool.num_slots * DIRTY_SHARE))
+
     def _clean_room(self, state: SpaceState) -> int:
         """How many more slots may become dirty."""
-        return max(1, int(state.slab.pool.num_slots * DIRTY_SHARE)) - self.dirty.get(state.slab.number, 0)
+        return self._max_dirty(state) - self.dirty.get(state.slab.number, 0)
 
-    def _prepare(self, run: Sequence[_Written], scope: Scope, statuses: list[str]) -> list[_Arrival]:
-        """Records in the index and filling slots for a run of blocks; a status for each that gets none."""
-        first, now = run[0].reserved, trio.current_time()
-        state, shard = first.state, first.shard
-        keys = [written.reserved.key for written in run]
-        ids = (
-            None
-            if state.retired
-            else self._index.enter(state, first.parent, keys, first.position, scope.tokens, now)
-        )
-        if ids is None:
-            for written in run:
-                statuses[written.position] = "stale_epoch" if state.retired else "orphan"
-            return []
+    def _prepare(self, run: Sequence[_Written], ids: Ids, statuses: list[str]) -> list[_Arrival]:
+        """Filling slots for a run of blocks whose records are `ids`; a status for each that gets none."""
+        state, shard, now = run[0].reserved.state, run[0].reserved.shard, trio.current_time()
         fresh: list[tuple[_Written, int, int]] = []
         for written, block_id, handle in zip(
             run, ids.tolist(), state.index.handles(ids).tolist(), strict=True
@@ -334,10 +357,8 @@ class Intake:
             if one.evicted is not None:
                 self._index.slot_evicted(one.evicted, now)
         self.dirty[slab.number] = self.dirty.get(slab.number, 0) + len(taken)
-        for written, block_id, handle in fresh[len(taken) :]:
+        for written, _, _ in fresh[len(taken) :]:
             statuses[written.position] = "no_room"
-            if state.block_id(handle) >= 0:
-                self._index.forget_empty(state, block_id)
         return [
             _Arrival(written.reserved, written.crcs, written.position, block_id, handle, ref, one.slot)
             for (written, block_id, handle), ref, one in zip(fresh, refs, taken, strict=False)
@@ -370,26 +391,23 @@ class Intake:
             )
         )
 
-    def _admit(self, arrival: _Arrival, scope: Scope) -> str:
+    def _admit(self, arrival: _Arrival) -> str:
         """The bytes are here and checked (or not): make the block visible, or nothing of it."""
         reserved, state = arrival.reserved, arrival.reserved.state
         pool, now = state.slab.pool, trio.current_time()
-        alive = state.block_id(arrival.handle) >= 0
-        if not (arrival.is_good and alive and state.may_place(arrival.block_id, reserved.shard)):
+        if state.retired or not (arrival.is_good and state.may_place(arrival.block_id, reserved.shard)):
             pool.fill_failed(arrival.slot, state.layout.all_parts)
             self.dirty[state.slab.number] -= 1
             self._cleaner.unpark_all()
-            if alive:
-                self._index.forget_empty(state, arrival.block_id)
-            return "orphan" if arrival.is_good else "checksum"
-        self._write_header(arrival, scope)
+            return "stale_epoch" if state.retired else "orphan" if arrival.is_good else "checksum"
+        self._write_header(arrival)
         pool.fill_done(arrival.slot, state.layout.all_parts, now)
         pool.pin(arrival.slot)
         self._index.place(state, arrival.block_id, reserved.shard, arrival.slot, now)
         self._storage.write(WriteJob(state, arrival.ref, arrival.slot, self._written))
         return "stored"
 
-    def _write_header(self, arrival: _Arrival, scope: Scope) -> None:
+    def _write_header(self, arrival: _Arrival) -> None:
         reserved, state = arrival.reserved, arrival.reserved.state
         step = state.space.geometry.block_token_bytes
         at = reserved.position * step
@@ -397,7 +415,7 @@ class Intake:
         header = RecordHeader(
             key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
             stored_at=now,
-            part_crcs=array("I", arrival.crcs), tokens=scope.tokens[at : at + step] if scope.tokens else b"",
+            part_crcs=array("I", arrival.crcs), tokens=reserved.tokens[at : at + step] if reserved.tokens else b"",
             position=reserved.position,
         )  # fmt: skip
         pack_header(state.slab.image(arrival.slot), state.layout, header)
@@ -412,7 +430,19 @@ class Intake:
         block_id = state.block_id(handle)
         if extent is None:
             self.writes_lost += 1  # it stays in staging; its eviction will be a loss
-        elif block_id < 0:
-            self._storage.store.forget(extent)
+        elif block_id < 0 or state.slot_of(block_id, shard) != job.slot:
+            self._storage.store.forget(extent)  # dropped meanwhile: a pinned slot leaves no other way
         else:
             state.index.set_extent(block_id, shard, extent)
+
+
+def _runs(written: Sequence[_Written]) -> list[list[_Written]]:
+    """As runs of consecutive blocks of one chain."""
+    runs: list[list[_Written]] = []
+    for one in written:
+        last = runs[-1][-1].reserved if runs else None
+        if last is not None and last.key == one.reserved.parent and last.state is one.reserved.state:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs

@@ -6,7 +6,6 @@ prefetches (known to the prefetch agent by the scope's sequence). Ending the sco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +16,7 @@ from dpurt.agents.spaces import SpaceState
 
 @dataclass(slots=True)
 class Scope:
-    """One request of one session. `handles` is the chain its last lookup matched."""
+    """One request of one session. `handles` is the chain its prompt matched when last looked at."""
 
     number: int
     request: str
@@ -28,20 +27,28 @@ class Scope:
     handles: NDArray[np.int64]
     opened_at: float
     used_at: float
+    prompt_bytes: int = 0
 
     @property
     def sequence(self) -> int:
         """The name the prefetch core knows it by."""
         return self.number
 
-    def extend(self, stored: Sequence[tuple[int, int]]) -> None:
-        """Blocks (position, handle) this scope stored: those that continue its chain can be loaded in it."""
-        more: list[int] = []
-        for position, handle in stored:
-            if position == len(self.handles) + len(more):
-                more.append(handle)
-        if more:
-            self.handles = np.concatenate([self.handles, np.array(more, np.int64)])
+    def is_continued_by(self, tokens: bytes | None, digests: list[bytes] | None) -> bool:
+        """Is this prompt the scope's, or a longer or shorter form of it?"""
+        if tokens is not None and self.tokens is not None:
+            return tokens.startswith(self.tokens[: len(tokens)])
+        if digests is not None and self.digests is not None:
+            return digests[: len(self.digests)] == self.digests[: len(digests)]
+        return False
+
+    def catch_up(self, handles: NDArray[np.int64]) -> list[int]:
+        """What its prompt matches now, blocks stored meanwhile (by whomever) included; returns those that are new to it."""
+        known = len(self.handles)
+        if len(handles) >= known:
+            self.handles = handles
+        more: list[int] = self.handles[known:].tolist()
+        return more
 
 
 @dataclass(slots=True)
@@ -70,6 +77,8 @@ class Session:
     spaces: dict[str, SpaceState]
     counters: HostCounters
     last_seen: float
+    key: str | None = None
     scopes: dict[str, Scope] = field(default_factory=dict)
     in_flight: int = 0
+    prompt_bytes: int = 0
     ended: bool = False

@@ -10,6 +10,7 @@ is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -98,6 +99,7 @@ class StagingAgent(Actor[None]):
         self._flights: dict[int, Flight] = {}
         self._by_job: dict[int, Flight] = {}
         self._session_of: dict[int, int] = {}
+        self._unreadable: set[int] = set()  # blocks whose last read failed
         self._nursery: trio.Nursery | None = None
         self.observe: Callable[[Event], None] = lambda event: None
         self.foreign_releases = 0
@@ -155,7 +157,7 @@ class StagingAgent(Actor[None]):
 
     def ready_ms(self, blocks_on_flash: int, record_bytes: int) -> int:
         """Estimate until so many blocks of the match are staged, at the rate the device was seen to give."""
-        return int(1000 * self._storage.estimate_s(blocks_on_flash * record_bytes))
+        return math.ceil(1000 * self._storage.estimate_s(blocks_on_flash * record_bytes))
 
     def touch(self, state: SpaceState, refs: Sequence[int], now: float) -> None:
         """These blocks of a chain, in order, were asked for."""
@@ -195,15 +197,10 @@ class StagingAgent(Actor[None]):
         When this is cancelled, whatever it leased belongs to `owner` and ends with it.
         """
         gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
-        now = trio.current_time()
-        needs: list[Demanded] = []
-        for position, ref in enumerate(state.refs(handles, shard)):
-            where = self._want(
-                state, ref, handles[position], shard, parts_mask, gather, position, now, deadline
-            )
-            needs.append(Demanded(ref, sequence, where, parts_mask))
-        for need in needs:
-            self.observe(need)
+        refs = state.refs(handles, shard)
+        wheres = self._want_all(state, refs, handles, shard, parts_mask, gather, deadline)
+        for ref, where in zip(refs, wheres, strict=True):
+            self.observe(Demanded(ref, sequence, where, parts_mask))
         if gather.missing:
             try:
                 with trio.move_on_at(deadline):
@@ -212,40 +209,53 @@ class StagingAgent(Actor[None]):
                 gather.is_over = True
         return gather.blocks
 
-    def _want(
+    def _want_all(
         self,
         state: SpaceState,
-        ref: int,
-        handle: int,
+        refs: Sequence[int],
+        handles: Sequence[int],
         shard: int,
         mask: int,
         gather: Gather,
-        position: int,
-        now: float,
         deadline: float,
-    ) -> Where:
-        """Answer one block at once, or leave it waiting for a flight. Says where it was."""
-        slot = self._ready(state.slab.pool, ref, mask)
-        flight = self._flights.get(ref)
-        where: Where = "staging" if slot is not None else "in_flight" if flight is not None else "nvme"
-        if slot is None and flight is None and self._extent(state, handle, shard) < 0:
-            where = "gone"
-        if slot is not None:
-            gather.blocks[position] = self._leased(state, slot, mask, gather, "staging", now)
-            return where
-        if where == "gone":
-            gather.blocks[position] = Acquired("miss")
-            return where
-        if flight is None:
-            flight = self._start(state, ref, handle, shard, mask, now, deadline, is_demand=True, job=None)
+    ) -> list[Where]:
+        """Answer each block at once, or leave it waiting for a flight. Says where each was.
+
+        What is staged is leased first, so that no block of the load is evicted for another of it. The first block
+        that finds no room ends the reading: without it, the engine has no use for those after it.
+        """
+        now, pool = trio.current_time(), state.slab.pool
+        wheres: list[Where] = ["staging"] * len(refs)
+        rest = []
+        for position, ref in enumerate(refs):
+            slot = self._ready(pool, ref, mask)
+            if slot is None:
+                rest.append(position)
+            else:
+                gather.blocks[position] = self._leased(state, slot, mask, gather, "staging", now)
+        has_room = True
+        for position in rest:
+            ref, handle = refs[position], handles[position]
+            where = wheres[position] = self._where_unstaged(state, ref, handle, shard)
+            if where == "gone":
+                gather.blocks[position] = Acquired("miss", reason="no longer here")
+                continue
+            flight = self._flights.get(ref)
+            if flight is None and has_room:
+                flight = self._start(state, ref, handle, shard, mask, now, deadline, is_demand=True, job=None)
             if flight is None:
+                has_room = False
                 gather.blocks[position] = Acquired("no_room", reason="every staging slot is in use")
-                return where
-        else:
+                continue
             self._storage.promote(flight.job)
-        gather.missing += 1
-        flight.waiting.append(Waiting(gather, position, mask, deadline))
-        return where
+            gather.missing += 1
+            flight.waiting.append(Waiting(gather, position, mask, deadline))
+        return wheres
+
+    def _where_unstaged(self, state: SpaceState, ref: int, handle: int, shard: int) -> Where:
+        if ref in self._flights:
+            return "in_flight"
+        return "gone" if self._extent(state, handle, shard) < 0 else "nvme"
 
     def _leased(
         self, state: SpaceState, slot: int, mask: int, gather: Gather, source: str, now: float
@@ -322,7 +332,7 @@ class StagingAgent(Actor[None]):
             self.observe(
                 Staged(job.ref, flight.prefetch_job) if landed else FetchFailed(flight.prefetch_job, status)
             )
-        if status in ("checksum", "stale", "expired"):
+        if self._is_lost(job.ref, status):
             self._lost(job, status, now)
 
     def _end_fill(
@@ -372,6 +382,14 @@ class StagingAgent(Actor[None]):
             state.index.set_slot(block_id, shard, slot)
         return True
 
+    def _is_lost(self, ref: int, status: str) -> bool:
+        """Will the block never be read again? An unreadable one at the second try: kept, it would ``exist`` for ever."""
+        if status == "error" and ref not in self._unreadable:
+            self._unreadable.add(ref)
+            return False
+        self._unreadable.discard(ref)
+        return status in ("checksum", "stale", "expired", "error")
+
     def _lost(self, job: ReadJob, status: str, now: float) -> None:
         block_id = job.state.block_id(job.state.unref(job.ref)[0])
         if block_id >= 0:
@@ -393,6 +411,7 @@ class StagingAgent(Actor[None]):
             for shard in range(state.num_shards):
                 ref = state.ref(handle, shard)
                 state.slab.pool.drop(ref)
+                self._unreadable.discard(ref)
                 self.observe(BlockDropped(ref))
         for extent in dropped.extents[dropped.extents >= 0].tolist():
             self._storage.store.forget(extent)
@@ -444,6 +463,20 @@ class StagingAgent(Actor[None]):
             slab = self._slab_of(one.lease)
             if one.lease and slab is not None:
                 slab.pool.release(one.lease >> SLAB_BITS)
+
+    def begin_transfers(self, numbers: Sequence[int]) -> None:
+        """We are about to push under these leases, which were just given: their slots stay untouched until `end_transfers`."""
+        now = trio.current_time()
+        for number in numbers:
+            slab = self._slab_of(number)
+            assert slab is not None
+            began = slab.pool.begin_transfer(number >> SLAB_BITS, now)
+            assert began, "a lease for a push does not expire"
+
+    def end_transfers(self, numbers: Sequence[int]) -> None:
+        """The push is over."""
+        for number in numbers:
+            self.end_pull(number)
 
     def _slab_of(self, number: int) -> Slab | None:
         at = number & ((1 << SLAB_BITS) - 1)

@@ -197,7 +197,9 @@ class StorageAgent(Actor[None]):
 
     async def _write_some(self) -> None:
         batch = [self._writes.popleft()]
-        while self._writes and len(batch) < WRITE_BATCH and self._writes[0].state is batch[0].state:
+        room = self.store.room(batch[0].state.layout)  # without any: one, a reclaim makes room
+        most = min(WRITE_BATCH, room)
+        while self._writes and len(batch) < most and self._writes[0].state is batch[0].state:
             batch.append(self._writes.popleft())
         self._writing += 1
         offsets: Sequence[int | None] = [None] * len(batch)

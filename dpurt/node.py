@@ -102,8 +102,9 @@ class Node:
             nursery.cancel_scope.cancel()
 
     async def _drain(self) -> None:
-        while not self.storage.is_quiet or any(s.in_flight for s in self.gateway.hosts.sessions.values()):
-            await trio.sleep(0.01)  # noqa: ASYNC110 - a few agents' states, asked only while ending
+        # a few agents' states, asked only while ending
+        while not self.storage.is_quiet or any(s.in_flight for s in self.gateway.hosts.sessions.values()):  # noqa: ASYNC110
+            await trio.sleep(0.01)
         log.info("node_drained")
 
     def wall(self, now: float) -> float:
@@ -134,7 +135,7 @@ class Node:
         self.regions: list[MemfdRegion] = []
         self._make_spaces()
         self.prefetch = PrefetchAgent(self._prefetch_core(), self.staging)
-        self.staging.observe = self.intake.observe = self.prefetch.observe
+        self.staging.observe = self.prefetch.observe
         self.staging.housekeeping.append(self.intake.expire)
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage, int(spec.segment_bytes))
         self.storage.reclaim = self.reclaimer.reclaim_one
@@ -251,6 +252,7 @@ class Node:
         live = table.live()
         for at in range(0, len(live), 4096):
             ids = live[at : at + 4096]
+            self.index.bury(old, ids)
             extents = table.where[ids, table.first_extent :]
             for extent in extents[extents >= 0].tolist():
                 self.store.forget(extent)

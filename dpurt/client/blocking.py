@@ -1,15 +1,19 @@
 """The blocking client: the Trio client in a thread of its own, for engines that call from ordinary threads.
 
 No call holds its caller longer than its budget (`timeout_s`, default that of the client) plus the time to switch threads:
-the work is cancelled on the loop's side and `DeadlineExceeded` is raised here, whatever the node does.
+the work is cancelled on the loop's side and `DeadlineExceeded` is raised here, whatever the node does. The loop's side gets
+a little less, so that in most cases it ends first and says why. Calls under way when the client is closed raise
+`NodeUnavailable`. Hints are sent in the order they are given in.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import trio
@@ -22,6 +26,8 @@ from dpurt.transport import CurveClient
 from dpurt.wire import messages as m
 
 T = TypeVar("T")
+MARGIN_S = 0.05  # of a call's budget, for switching threads; at most a fifth of it
+MAX_HINTS = 1024  # waiting to be sent; more are dropped
 
 
 class BlockingClient:
@@ -39,14 +45,15 @@ class BlockingClient:
     ) -> None:
         self._timeout_s = timeout_s
         self._endpoint = endpoint
-        self._ready: Future[tuple[trio.lowlevel.TrioToken, trio.Nursery, Client, trio.Event]] = Future()
+        self._ready: Future[_Loop] = Future()
         settings = dict(host=host, spaces=spaces, fabrics=fabrics, timeout_s=timeout_s, curve=curve)
         self._thread = threading.Thread(
             target=self._main, args=(endpoint, settings), name="dpurt-client", daemon=True
         )
         self._thread.start()
-        self._token, self._nursery, self._client, self._stop = self._ready.result(timeout=10)
         self._closed = False
+        self._loop = self._ready.result(timeout=10)
+        self._client = self._loop.client
 
     def __enter__(self) -> BlockingClient:
         return self
@@ -58,7 +65,8 @@ class BlockingClient:
         """Say goodbye to the node and end the thread. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._token.run_sync_soon(self._stop.set)
+            with suppress(trio.RunFinishedError):
+                self._loop.token.run_sync_soon(self._loop.stop.set)
             self._thread.join(timeout=5)
 
     def lookup(
@@ -125,13 +133,38 @@ class BlockingClient:
         landing: MemoryRegion,
         offsets: Sequence[int],
         *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
         timeout_s: float | None = None,
     ) -> list[LoadedBlock]:
         """See `Client.load_pushed`."""
         return self._run(
             timeout_s,
-            lambda budget: self._client.load_pushed(request, first, landing, offsets, timeout_s=budget),
+            lambda budget: self._client.load_pushed(
+                request, first, landing, offsets, parts=parts, shard=shard, timeout_s=budget
+            ),
         )
+
+    @contextmanager
+    def view(
+        self,
+        request: str,
+        first: int,
+        count: int,
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> Iterator[list[LoadedBlock]]:
+        """See `Client.view`; the views are valid inside the ``with``, for as long as the client is open."""
+        view = self._client.view(
+            request, first, count, parts=parts, shard=shard, timeout_s=_inner(self._budget(timeout_s))
+        )
+        blocks = self._run(timeout_s, lambda _budget: view.__aenter__())
+        try:
+            yield blocks
+        finally:
+            self._run(timeout_s, lambda _budget: view.__aexit__(None, None, None))
 
     def landing(self, size: int, timeout_s: float | None = None) -> MemoryRegion:
         """See `Client.landing`."""
@@ -139,7 +172,9 @@ class BlockingClient:
 
     def hint(self, hint: m.Hint) -> None:
         """See `Client.hint`. Returns at once."""
-        self._token.run_sync_soon(self._nursery.start_soon, self._client.hint, hint)
+        if not self._closed:
+            with suppress(trio.RunFinishedError):
+                self._loop.token.run_sync_soon(_offer, self._loop.hints, hint)
 
     def finish(self, request: str, reason: str = "") -> None:
         """See `Client.finish`. Returns at once."""
@@ -149,9 +184,22 @@ class BlockingClient:
         """See `Client.cancel`."""
         return self._run(timeout_s, lambda budget: self._client.cancel(request, budget))
 
+    def explain(
+        self,
+        space: str,
+        tokens: bytes | None = None,
+        *,
+        digests: Sequence[bytes] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[m.Reason]:
+        """See `Client.explain`."""
+        return self._run(
+            timeout_s, lambda budget: self._client.explain(space, tokens, digests=digests, timeout_s=budget)
+        )
+
     def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """See `Client.stats`."""
-        return self._run(timeout_s, lambda _budget: self._client.stats())
+        return self._run(timeout_s, lambda budget: self._client.stats(budget))
 
     @property
     def is_connected(self) -> bool:
@@ -160,18 +208,42 @@ class BlockingClient:
 
     # --- the two sides of a call ---
 
+    def _budget(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else timeout_s
+
     def _run(self, timeout_s: float | None, call: Callable[[float], Awaitable[T]]) -> T:
-        if self._closed or not self._thread.is_alive():
+        if self._closed:
             raise NodeUnavailable(self._endpoint, "this client is closed")
-        budget = self._timeout_s if timeout_s is None else timeout_s
+        budget = self._budget(timeout_s)
         outcome: Future[T] = Future()
-        scope = trio.CancelScope()
-        self._token.run_sync_soon(self._nursery.start_soon, _deliver, outcome, scope, call, budget)
         try:
+            self._loop.token.run_sync_soon(self._start, outcome, call, budget)
             return outcome.result(timeout=budget)
         except FutureTimeout:
-            self._token.run_sync_soon(scope.cancel)
             raise DeadlineExceeded("blocking call", budget) from None
+        except trio.RunFinishedError:
+            raise NodeUnavailable(self._endpoint, "this client is closed") from None
+
+    def _start(self, outcome: Future[T], call: Callable[[float], Awaitable[T]], budget: float) -> None:
+        """On the loop: begin a call, unless the loop is ending."""
+        if self._loop.stop.is_set():
+            outcome.set_exception(NodeUnavailable(self._endpoint, "this client is closed"))
+        else:
+            self._loop.nursery.start_soon(self._deliver, outcome, call, budget)
+
+    async def _deliver(
+        self, outcome: Future[T], call: Callable[[float], Awaitable[T]], budget: float
+    ) -> None:
+        try:
+            with trio.fail_after(budget):
+                outcome.set_result(await call(_inner(budget)))
+        except trio.TooSlowError:
+            outcome.set_exception(DeadlineExceeded("blocking call", budget))
+        except Exception as error:
+            outcome.set_exception(error)
+        finally:
+            if not outcome.done():
+                outcome.set_exception(NodeUnavailable(self._endpoint, "this client is closed"))
 
     def _main(self, endpoint: str, settings: dict[str, Any]) -> None:
         try:
@@ -181,22 +253,36 @@ class BlockingClient:
                 self._ready.set_exception(error)
 
     async def _serve(self, endpoint: str, settings: dict[str, Any]) -> None:
+        offers, hints = trio.open_memory_channel[m.Hint](MAX_HINTS)
         async with connect(endpoint, **settings) as client, trio.open_nursery() as nursery:
             stop = trio.Event()
-            self._ready.set_result((trio.lowlevel.current_trio_token(), nursery, client, stop))
+            nursery.start_soon(_send_hints, client, hints)
+            self._ready.set_result(_Loop(trio.lowlevel.current_trio_token(), nursery, client, offers, stop))
             await stop.wait()
             nursery.cancel_scope.cancel()
 
 
-async def _deliver(
-    outcome: Future[T], scope: trio.CancelScope, call: Callable[[float], Awaitable[T]], budget: float
-) -> None:
-    with scope:
-        try:
-            result = await call(budget)
-        except trio.Cancelled:
-            raise
-        except Exception as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """The client's thread, as its callers reach it."""
+
+    token: trio.lowlevel.TrioToken
+    nursery: trio.Nursery
+    client: Client
+    hints: trio.MemorySendChannel[m.Hint]
+    stop: trio.Event
+
+
+async def _send_hints(client: Client, hints: trio.MemoryReceiveChannel[m.Hint]) -> None:
+    async for hint in hints:
+        await client.hint(hint)
+
+
+def _offer(hints: trio.MemorySendChannel[m.Hint], hint: m.Hint) -> None:
+    with suppress(trio.WouldBlock):  # a hint is advice
+        hints.send_nowait(hint)
+
+
+def _inner(budget: float) -> float:
+    """What the loop's side may take of a call's budget."""
+    return budget - min(MARGIN_S, budget / 5)

@@ -98,6 +98,7 @@ class GatewayConfig(Table, frozen=True, kw_only=True):
     max_clients: Positive = 64
     max_inflight_per_client: Positive = 256
     max_scopes_per_client: Positive = 4096
+    max_prompt_bytes_per_client: Positive = 256 << 20
 
     def __post_init__(self) -> None:
         rules.check_endpoint(self.bind, "gateway.bind", ("tcp", "ipc"))
@@ -258,6 +259,9 @@ class TenantConfig(Table, frozen=True, kw_only=True):
             raise ValueError(
                 "give one of salt_file, salt_env, salt; or none of them with allow_empty_salt = true"
             )
+
+    def __repr__(self) -> str:
+        return f"TenantConfig(name={self.name!r})"  # the salt stays out of tracebacks and logs
 
     def load_salt(self) -> bytes:
         """The secret. ConfigError when it is missing, too short, or readable by others."""

@@ -12,6 +12,7 @@ a change of the encoding is a new `ENCODING` value.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -162,7 +163,7 @@ def check_same_space(mine: Space, theirs: Space, their_fingerprint: bytes) -> No
     difference = first_difference(mine, theirs)
     if difference is not None:
         raise SpaceMismatch(*difference)
-    if their_fingerprint != mine.fingerprint():
+    if not hmac.compare_digest(their_fingerprint, mine.fingerprint()):  # it proves who knows the salt
         raise SpaceMismatch("salt", _SECRET, _SECRET)
 
 

@@ -181,6 +181,10 @@ class Fabric(Protocol):
         """The open link of a session."""
         ...
 
+    def is_linked(self, session: int) -> bool:
+        """The session has a link, open or cut off, whose end was not reported yet: its host may still touch our memory."""
+        ...
+
     async def serve(
         self,
         on_link_closed: Callable[[int], None],

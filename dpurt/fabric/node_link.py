@@ -52,6 +52,9 @@ class FabricBase(Generic[L]):
         link = self._links.get(session)
         return link if link is not None and link.is_open else None
 
+    def is_linked(self, session: int) -> bool:
+        return session in self._links
+
     def _has_room(self, session: int) -> bool:
         return session not in self._links and len(self._links) < self._max_links
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
+from dpurt.bdev import Bdev
 from dpurt.config import Config, config_from
 from dpurt.core.identity import Space
 from dpurt.node import Node
+from dpurt.testing.faulty_bdev import FaultyBdev
 
+N = TypeVar("N", bound=Node)
 BLOCK_TOKENS = 16
 PART_BYTES = 4096
 
@@ -63,10 +66,26 @@ def small_host(name: str, **fields: Any) -> dict[str, Any]:
     }
 
 
+class FaultyNode(Node):
+    """A node whose device fails on request: `faulty`, once it runs."""
+
+    faulty: FaultyBdev
+
+    async def _open_bdev(self) -> Bdev:
+        self.faulty = FaultyBdev(await super()._open_bdev())
+        return self.faulty
+
+
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Node]:
     """A node that serves inside the block, and is drained at its end."""
-    node = Node(config)
+    async with serving(Node(config)) as node:
+        yield node
+
+
+@asynccontextmanager
+async def serving(node: N) -> AsyncIterator[N]:
+    """As `running`, for a node made before."""
     async with trio.open_nursery() as nursery:
         await nursery.start(node.run)
         try:

@@ -3,7 +3,8 @@
 A host's DEALER socket sends one frame, a map with a `type`, to the node's ROUTER socket; the node answers with one frame
 carrying the same `id`. `id` 0 asks for no answer (hints, release, cancel). `deadline_ms` is the host's budget counted from
 the node's receipt; an expired request gets an `error` with code ``deadline``. Limits below are checked before anything is
-acted on; the frame's size is limited by the socket. A client in another language needs ZeroMQ and msgpack, nothing else.
+acted on; the frame's size is limited by the socket. Keys that have their default (0, "", [], null) are left out of replies:
+read them with a default. A client in another language needs ZeroMQ and msgpack, nothing else.
 
 A *request id* (`request`) names a scope of one session: leases, reservations and prefetches made under it end with it.
 Bytes do not travel here but over a fabric (`dpurt.fabric`); descriptors say where they are.
@@ -181,7 +182,7 @@ class Commit(Request, tag="commit"):
 
 
 class Release(Request, tag="release"):
-    """Give leases (or unused reservations) back. Releasing twice is harmless and counted."""
+    """Give leases back. Releasing twice is harmless and counted. (Unused reservations end with their scope, or their time.)"""
 
     leases: IdList
 
@@ -193,7 +194,7 @@ class Cancel(Request, tag="cancel"):
 
 
 class Explain(Request, tag="explain"):
-    """Why did these blocks miss?"""
+    """Why did these blocks miss? Answered for the first `MAX_BLOCKS` of them."""
 
     space: Name
     tokens: Tokens | None = None

@@ -1,7 +1,4 @@
-"""A whole dpurt client with nothing but pyzmq, msgpack and the standard library, as one in another language would be written.
-
-Stores one block and loads it back over the tcp fabric: ``python plain_client.py ENDPOINT``. The space is the one of `SPACE`.
-"""
+"""A whole client in pyzmq, msgpack and the standard library: stores a block and loads it (arguments: the endpoint)."""
 
 import hashlib
 import socket
@@ -11,92 +8,66 @@ import sys
 import msgpack
 import zmq
 
-SPACE = dict(model="m", revision="r", kv_dtype="fp16", tenant="t", block_tokens=4, token_bytes=4,
-             groups=[dict(name="g", num_layers=1, num_kv_heads=1, head_size=8, part_bytes=8192, packing="kv",
-                          window_tokens=None)])  # fmt: skip
 SALT = b"sixteen bytes or more"
+HEAD = {"model": "m", "revision": "r", "kv_dtype": "fp16", "block_tokens": 4, "token_bytes": 4}
+GROUP = {"name": "g", "num_layers": 1, "num_kv_heads": 1, "head_size": 8, "part_bytes": 8192, "packing": "kv"}
+TAIL = {"tenant": "t", "tp_size": 1, "pp_size": 1, "lora_name": None, "lora_version": None, "epoch": 0}
 
 
-def crc32c(data):
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 & -(crc & 1))
+def crc32c(data, crc=0xFFFFFFFF):
+    for bit in (byte >> i & 1 for byte in data for i in range(8)):
+        crc = (crc >> 1) ^ (0x82F63B78 & -((crc ^ bit) & 1))
     return crc ^ 0xFFFFFFFF
 
 
 def b2(data, size, key, person):
-    return hashlib.blake2b(data, digest_size=size, key=key, person=person).digest()
+    return hashlib.blake2b(data, digest_size=size, key=key, person=b"dpurt." + person).digest()
 
 
 def fingerprint():
-    fields = [(k, SPACE[k]) for k in ("model", "revision", "kv_dtype")]
-    fields += [("geometry.block_tokens", 4), ("geometry.token_bytes", 4), ("geometry.num_groups", 1)]
-    fields += [(f"geometry.groups[0].{k}", SPACE["groups"][0][k]) for k in
-               ("name", "num_layers", "num_kv_heads", "head_size", "part_bytes", "packing", "window_tokens")]  # fmt: skip
-    fields += [
-        ("tenant", "t"),
-        ("tp_size", 1),
-        ("pp_size", 1),
-        ("lora_name", None),
-        ("lora_version", None),
-        ("epoch", 0),
-    ]
     out = b"dpurt-space-1"
-    for name, value in fields:
-        tag, body = (
-            (b"n", b"") if value is None else (b"i" if isinstance(value, int) else b"s", str(value).encode())
-        )
+    geometry = {("geometry." * ("_tokens" in k or "_bytes" in k) + k): v for k, v in HEAD.items()}
+    group = {"geometry.groups[0]." + k: v for k, v in (GROUP | {"window_tokens": None}).items()}
+    for name, value in (geometry | {"geometry.num_groups": 1} | group | TAIL).items():
+        tag = {str: b"s", int: b"i"}.get(type(value), b"n")
+        body = b"" if value is None else str(value).encode()
         out += struct.pack("<I", len(name)) + name.encode() + tag + struct.pack("<Q", len(body)) + body
-    return b2(out, 32, b2(SALT, 32, b"", b"dpurt.salt"), b"dpurt.space")
+    return b2(out, 32, b2(SALT, 32, b"", b"salt"), b"space")
 
 
-def call(sock, **request):
-    sock.send(msgpack.packb({"id": 1, **request}))
-    reply = msgpack.unpackb(sock.recv())
-    assert reply["type"] != "error", reply
-    return reply
+def call(control, kind, **fields):
+    control.send(msgpack.packb({"type": kind, "id": 1, **fields}))
+    return msgpack.unpackb(control.recv())
+
+
+def move(link, op, place, permit, data=b""):
+    region, at, length = place["region"], place.get("offset", 0), place["length"]  # zeros are not sent
+    link.sendall(struct.pack("<IIQQQQ", op, 1, region, at, length, permit) + data)
+    assert link.recv(8, socket.MSG_WAITALL)[:4] == bytes(4), "the access was refused"
+    return link.recv(length, socket.MSG_WAITALL) if op == 1 else b""
 
 
 def main(endpoint):
-    control = zmq.Context().socket(zmq.DEALER)
+    control, fp = zmq.Context.instance().socket(zmq.DEALER), fingerprint()
     control.connect(endpoint)
-    fp = fingerprint()
-    tokens = struct.pack("<8i", 0, 1, 2, 3, -1, 2**31 - 1, 65536, 7)
-    first = b2(bytes(16) + tokens, 16, fp, b"dpurt.tokens")
-    vectors = [first, b2(first, 16, fp, b"dpurt.tokens"), b2(tokens, 16, fp, b"dpurt.digest")]
-    hi = call(control, type="hello", host="plain", protocol=1, fabrics=["tcp"],
-              spaces=[dict(SPACE, name="s", fingerprint=fp, vectors=vectors)])  # fmt: skip
-    data = socket.create_connection((hi["fabric_address"]["host"], hi["fabric_address"]["port"]))
-    data.sendall(struct.pack("<4sHHQ", b"DPT1", 0, len(hi["token"]), hi["session"]) + hi["token"])
-    assert struct.unpack("<4sI", data.recv(8, socket.MSG_WAITALL))[1] == 0
-
+    sample = struct.pack("<8i", 0, 1, 2, 3, -1, 2**31 - 1, 65536, 7)
+    first = b2(bytes(16) + sample, 16, fp, b"tokens")
+    vectors = [first, b2(first, 16, fp, b"tokens"), b2(sample, 16, fp, b"digest")]
+    claim = {**HEAD, **TAIL, "name": "s", "groups": [GROUP], "fingerprint": fp, "vectors": vectors}
+    hi = call(control, "hello", host="plain", protocol=1, fabrics=["tcp"], spaces=[claim])
+    link = socket.create_connection((hi["fabric_address"]["host"], hi["fabric_address"]["port"]))
+    link.sendall(struct.pack("<4sHHQ", b"DPT1", 0, len(hi["token"]), hi["session"]) + hi["token"])
+    assert struct.unpack("<4sI", link.recv(8, socket.MSG_WAITALL))[1] == 0, "the link was denied"
     prompt, kv = struct.pack("<4i", 10, 20, 30, 40), bytes(range(256)) * 32
-    [room] = call(control, type="reserve", space="s", request="r1", tokens=prompt, first=0, count=1)["blocks"]
-    data.sendall(
-        struct.pack("<IIQQQQ", 2, 1, room["region"], room["offset"], len(kv), room["reservation"]) + kv
-    )
-    assert struct.unpack("<II", data.recv(8, socket.MSG_WAITALL))[0] == 0
-    print(
-        call(
-            control,
-            type="commit",
-            request="r1",
-            blocks=[dict(reservation=room["reservation"], crcs=[crc32c(kv)])],
-        )
-    )
-
-    print(call(control, type="lookup", space="s", request="r2", tokens=prompt))
-    [grant] = call(control, type="load", request="r2", first=0, count=1)["blocks"]
-    data.sendall(
-        struct.pack("<IIQQQQ", 1, 1, grant["region"], grant["offset"], grant["length"], grant["lease"])
-    )
-    assert struct.unpack("<II", data.recv(8, socket.MSG_WAITALL))[0] == 0
-    assert data.recv(grant["length"], socket.MSG_WAITALL) == kv
-    call(control, type="release", leases=[grant["lease"]])
+    [room] = call(control, "reserve", space="s", request="a", tokens=prompt, first=0, count=1)["blocks"]
+    move(link, 2, room, room["reservation"], kv)
+    written = {"reservation": room["reservation"], "crcs": [crc32c(kv)]}
+    assert call(control, "commit", request="a", blocks=[written])["statuses"] == ["stored"]
+    assert call(control, "lookup", space="s", request="b", tokens=prompt)["matched_blocks"] == 1
+    [grant] = call(control, "load", request="b", first=0, count=1)["blocks"]
+    assert move(link, 1, grant, grant["lease"]) == kv and crc32c(kv) == grant["crcs"][0]  # noqa: PT018
+    assert call(control, "release", leases=[grant["lease"]])["count"] == 1
     print("the block came back, byte for byte")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+main(sys.argv[1])

@@ -1,29 +1,46 @@
-"""A node in this process and real clients over real sockets."""
+"""A node in this process and real clients over real sockets: what an engine's integrator relies on."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import trio
 
-from dpurt.client import connect
-from dpurt.core.identity import Space
-from dpurt.demo.content import payload_of, tokens_of
+from dpurt.client import Client
+from dpurt.client.admin import ask
+from dpurt.core.identity import digest_key
+from dpurt.errors import LocalProtocolError, RemoteProtocolError, SpaceMismatch
 from dpurt.node import Node
-from dpurt.testing.node import BLOCK_TOKENS, running, small_config, spaces_of
-
-PAYLOAD = 4 * 4096
-
-
-def payload(block: int) -> bytes:
-    return payload_of(block.to_bytes(16, "little"), PAYLOAD)
-
-
-def buffers(count: int) -> list[memoryview]:
-    return [memoryview(bytearray(PAYLOAD)) for _ in range(count)]
+from dpurt.testing.faulty_bdev import Fault
+from dpurt.testing.node import PART_BYTES, running, small_config, small_host, small_space
+from dpurt.testing.node_steps import (
+    PAYLOAD,
+    RECORD,
+    NodeOnFaultyBdev,
+    assert_books_balance,
+    buffers,
+    device_of,
+    empty_staging,
+    file_bdev,
+    host,
+    load,
+    memory_bdev,
+    node_and_host,
+    payload,
+    payloads,
+    reasons,
+    slots,
+    sources,
+    statuses,
+    store,
+    tokens,
+    until,
+    written,
+)
+from dpurt.wire import messages as m
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -31,21 +48,650 @@ def fabric(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`running` makes nodes on a bdev that fails on request."""
+    monkeypatch.setattr("dpurt.testing.node.Node", NodeOnFaultyBdev)
+
+
+NO_PREFETCH: dict[str, Any] = {"prefetch": {"enabled": False}}
+
+
+async def bump(node: Node, space: str = "s") -> int:
+    request = m.EpochBump(space=space)
+    answer = await trio.to_thread.run_sync(ask, node.config.node.run_path, request, m.Ok)
+    return answer.count
+
+
+# --- stores and loads ---
+
+
 async def test_what_one_host_stores_another_loads(tmp_path: Path, fabric: str) -> None:
     config = small_config(tmp_path / "run")
-    tokens = tokens_of(range(5), BLOCK_TOKENS)
+    prompt = tokens(*range(5))
     with trio.fail_after(20):
         async with running(config) as node:
-            spaces = spaces_of(config)
-            async with connect(node.gateway.endpoint, host="host-a", spaces=spaces, fabrics=[fabric]) as a:
-                assert (await a.lookup("s", "r1", tokens)).matched_blocks == 0
-                stored = await a.store("s", "r1", tokens, 0, [payload(i) for i in range(5)])
-                assert stored == ["stored"] * 5
-            async with connect(node.gateway.endpoint, host="host-b", spaces=spaces, fabrics=[fabric]) as b:
-                found = await b.lookup("s", "r2", tokens + tokens_of([99], BLOCK_TOKENS))
+            async with host(node, config, "host-a", fabric) as a:
+                assert (await a.lookup("s", "r1", prompt)).matched_blocks == 0
+                assert await a.store("s", "r1", prompt, 0, payloads(*range(5))) == ["stored"] * 5
+            async with host(node, config, "host-b", fabric) as b:
+                found = await b.lookup("s", "r2", prompt + tokens(99))
                 assert (found.matched_blocks, found.matched_tokens) == (5, 80)
                 into = buffers(5)
                 loaded = await b.load("r2", 0, into)
                 assert [block.status for block in loaded] == ["ok"] * 5
-                assert [bytes(view) for view in into] == [payload(i) for i in range(5)]
-                assert await b.store("s", "r2", tokens, 0, [payload(i) for i in range(5)]) == ["exists"] * 5
+                assert [bytes(view) for view in into] == payloads(*range(5))
+                assert await b.store("s", "r2", prompt, 0, payloads(*range(5))) == ["exists"] * 5
+            assert_books_balance(node)
+
+
+async def test_of_two_hosts_storing_one_chain_exactly_one_stores_each_block(
+    tmp_path: Path, fabric: str
+) -> None:
+    config = small_config(tmp_path / "run")
+    answers: list[list[str]] = []
+
+    async def store_it(client: Client) -> None:
+        answers.append(await client.store("s", "r", tokens(*range(6)), 0, payloads(*range(6))))
+
+    with trio.fail_after(20):
+        async with (
+            running(config) as node,
+            host(node, config, "host-a", fabric) as a,
+            host(node, config, "host-b", fabric) as b,
+        ):
+            await a.lookup("s", "r", tokens(*range(6)))
+            await b.lookup("s", "r", tokens(*range(6)))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store_it, a)
+                nursery.start_soon(store_it, b)
+            for pair in zip(*answers, strict=True):
+                assert sorted(pair)[-1] == "stored"
+                assert sorted(pair)[0] in ("exists", "in_flight")
+            assert node.intake.stored == 6
+            assert statuses(await load(b, "r2", *range(6))) == ["ok"] * 6
+            assert_books_balance(node)
+
+
+async def test_stored_blocks_load_in_the_same_scope(tmp_path: Path, fabric: str) -> None:
+    async with node_and_host(tmp_path, fabric) as (_, client):
+        await client.lookup("s", "r", tokens(*range(4)))
+        assert await client.store("s", "r", tokens(*range(4)), 0, payloads(0, 1)) == ["stored"] * 2
+        assert await client.store("s", "r", tokens(*range(4)), 2, payloads(2, 3)) == ["stored"] * 2
+        into = buffers(4)
+        assert statuses(await client.load("r", 0, into)) == ["ok"] * 4
+        assert [bytes(view) for view in into] == payloads(*range(4))
+
+
+async def test_a_block_another_host_stored_meanwhile_does_not_break_the_scopes_chain(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with (
+        running(config) as node,
+        host(node, config, "host-a") as a,
+        host(node, config, "host-b") as b,
+    ):
+        assert (await a.lookup("s", "r", tokens(*range(4)))).matched_blocks == 0
+        await store(b, "r", 0, 1)
+        answer = await a.store("s", "r", tokens(*range(4)), 0, payloads(*range(4)))
+        assert answer == ["exists", "exists", "stored", "stored"]
+        assert statuses(await a.load("r", 0, buffers(4))) == ["ok"] * 4
+
+
+async def test_a_scope_never_serves_the_blocks_of_another_prompt(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (_, client):
+        await store(client, "r", 0, 1)
+        assert await client.store("s", "r", tokens(7, 8), 0, payloads(7, 8)) == ["stored"] * 2
+        into = buffers(2)
+        assert statuses(await client.load("r", 0, into)) == ["ok"] * 2
+        assert [bytes(view) for view in into] == payloads(7, 8)
+
+
+async def test_stores_of_one_scope_may_overlap_and_come_in_any_length(tmp_path: Path, fabric: str) -> None:
+    async with node_and_host(tmp_path, fabric) as (_, client):
+        answers: dict[int, list[str]] = {}
+
+        async def store_from(first: int, length: int) -> None:
+            prompt, count = tokens(*range(length)), length - first
+            answers[first] = await client.store(
+                "s", "r", prompt, first, payloads(*range(first, first + count))
+            )
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store_from, 0, 3)
+            await until(lambda: client._waiting)
+            nursery.start_soon(store_from, 3, 7)
+        assert answers == {0: ["stored"] * 3, 3: ["stored"] * 4}
+        assert statuses(await load(client, "r2", *range(7))) == ["ok"] * 7
+
+
+async def test_payloads_and_buffers_of_the_wrong_size_are_the_callers_error(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        with pytest.raises(ValueError, match=f"has {PAYLOAD} bytes, got \\[1\\]"):
+            await client.store("s", "r", tokens(0), 0, [b"x"])
+        await store(client, "r", 0)
+        with pytest.raises(ValueError, match="a buffer of 8 bytes for"):
+            await client.load("r", 0, buffers(1, 8))
+        await until(lambda: node.staging.slabs[0].pool.stats().leases == 0)
+
+
+# --- parts ---
+
+
+async def test_a_run_of_parts_loads_from_staging_and_from_flash(tmp_path: Path, fabric: str) -> None:
+    async with node_and_host(tmp_path, fabric, **NO_PREFETCH) as (node, client):
+        await store(client, "r", 0, 1)
+        assert await load_parts(client, "r", (1, 3), 0, 1) == ["staging"] * 2
+        await empty_staging(node)
+        before = node.bdev.stats.bytes_read
+        assert await load_parts(client, "r", (1, 3), 0, 1) == ["nvme"] * 2
+        assert node.bdev.stats.bytes_read - before == 2 * (4096 + 2 * PART_BYTES)
+        assert await load_parts(client, "r", (1, 3), 0, 1) == ["staging"] * 2
+
+
+async def load_parts(client: Client, request: str, parts: tuple[int, int], *blocks: int) -> list[str]:
+    start, stop = (PART_BYTES * part for part in parts)
+    into = buffers(len(blocks), stop - start)
+    loaded = await client.load(request, 0, into, parts=parts)
+    assert statuses(loaded) == ["ok"] * len(blocks)
+    assert [bytes(view) for view in into] == [payload(block)[start:stop] for block in blocks]
+    return sources(loaded)
+
+
+async def test_a_later_load_reads_only_the_parts_that_are_not_staged(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path, **NO_PREFETCH) as (node, client):
+        await store(client, "r", 0)
+        await empty_staging(node)
+        assert await load_parts(client, "r", (0, 1), 0) == ["nvme"]
+        before = node.bdev.stats.bytes_read
+        assert await load_parts(client, "r", (0, 4), 0) == ["nvme"]
+        assert node.bdev.stats.bytes_read - before == 4096 + 3 * PART_BYTES
+        assert await load_parts(client, "r", (2, 4), 0) == ["staging"]
+
+
+async def test_loads_of_different_parts_at_once_all_get_theirs(tmp_path: Path, fabric: str) -> None:
+    async with node_and_host(tmp_path, fabric, **NO_PREFETCH) as (node, client):
+        await store(client, "r", 0, 1, 2)
+        await empty_staging(node)
+        async with trio.open_nursery() as nursery:
+            for parts in [(0, 1), (2, 4), (1, 2), (0, 4)]:
+                nursery.start_soon(load_parts, client, "r", parts, 0, 1, 2)
+        assert sources(await load(client, "r2", 0, 1, 2)) == ["staging"] * 3
+
+
+async def test_parts_and_shards_a_space_does_not_have_are_refused(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", 0)
+        asks: list[Callable[[], object]] = [
+            lambda: client.load("r", 0, buffers(1), parts=(2, 2)),
+            lambda: client.load("r", 0, buffers(1), parts=(0, 5)),
+            lambda: client.load("r", 0, buffers(1), shard=1),
+            lambda: client.lookup("s", "r", tokens(0), will_load=False, shard=1),
+            lambda: client.explain("s", tokens(0), shard=7),
+            lambda: client.store("s", "r", tokens(0), 0, payloads(0), shard=1),
+        ]
+        for one in asks:
+            with pytest.raises(RemoteProtocolError, match="malformed"):
+                await one()  # type: ignore[misc]
+        await client.hint(m.Hint(request="r", kind="decode", group=2**31 - 1, touched=[0]))
+        await until(lambda: node.gateway.errors["malformed"] == len(asks) + 1)
+        assert all(agent.restarts == 0 for agent in node._agents)
+
+
+# --- views and pushes ---
+
+
+async def test_a_view_is_the_nodes_memory_and_leased_until_the_block_ends(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", 0, 1, 2)
+        pool = node.staging.slabs[0].pool
+        async with client.view("r", 0, 3) as blocks:
+            views = [block.data for block in blocks]
+            assert [bytes(view) for view in views if view is not None] == payloads(0, 1, 2)
+            assert all(view is not None and view.readonly for view in views)
+            assert pool.stats().leases == 3
+            await written(node)
+            slab = node.staging.slabs[0]
+            slot = next(i for i in range(3) if bytes(slab.image(i)[4096:RECORD]) == payload(1))
+            slab.image(slot)[4096] ^= 0xFF
+            assert views[1] is not None
+            assert views[1][0] == payload(1)[0] ^ 0xFF, "a view is not a copy"
+            slab.image(slot)[4096] ^= 0xFF
+            del views, blocks
+        await until(lambda: pool.stats().leases == 0)
+
+
+async def test_a_viewed_block_is_not_evicted(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path, **slots(4)) as (node, client):
+        await store(client, "r", 0, 1)
+        await written(node)
+        async with client.view("r", 0, 2) as blocks:
+            await empty_staging(node, leases=2)
+            for i in range(10, 16):
+                await store(client, f"r{i}", i)
+            assert [bytes(b.data) for b in blocks if b.data is not None] == payloads(0, 1)
+            del blocks
+
+
+async def test_a_fabric_without_views_says_so(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path, "tcp") as (node, client):
+        await store(client, "r", 0)
+        with pytest.raises(LocalProtocolError, match="no_views"):
+            async with client.view("r", 0, 1):
+                pass
+        await until(lambda: node.staging.slabs[0].pool.stats().leases == 0)
+
+
+async def test_the_node_pushes_into_a_landing_region(tmp_path: Path, fabric: str) -> None:
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await store(client, "r", 0, 1, 2)
+        await empty_staging(node)
+        landing = await client.landing(8 * PAYLOAD)
+        at = [4 * PAYLOAD, 0, 2 * PAYLOAD]
+        loaded = await client.load_pushed("r", 0, landing, at)
+        assert statuses(loaded) == ["ok"] * 3
+        for offset, block in zip(at, [0, 1, 2], strict=True):
+            assert bytes(landing.view[offset : offset + PAYLOAD]) == payload(block)
+        part = await client.load_pushed("r", 0, landing, [PAYLOAD], parts=(3, 4))
+        assert part[0].data is not None
+        assert bytes(part[0].data) == payload(0)[3 * PART_BYTES :]
+        stats = node.staging.slabs[0].pool.stats()
+        assert (stats.leases, stats.transfers) == (0, 0)
+
+
+async def test_a_push_beyond_the_landing_region_is_an_error_per_block_and_nothing_stays_leased(
+    tmp_path: Path, fabric: str
+) -> None:
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await store(client, "r", 0)
+        landing = await client.landing(PAYLOAD)
+        message = m.Load(
+            request="r", first=0, count=1, landing=m.Landing(region=landing.region_id, offsets=[1 << 40])
+        )
+        reply = await client._call(message, m.LoadReply)
+        assert [grant.status for grant in reply.blocks] == ["error"]
+        assert reply.blocks[0].reason
+        assert node.staging.slabs[0].pool.stats().leases == 0
+        assert statuses(await load(client, "r2", 0)) == ["ok"]
+
+
+# --- shards and digests ---
+
+
+async def test_a_match_counts_only_what_every_rank_has(tmp_path: Path, fabric: str) -> None:
+    tables: dict[str, Any] = {"space": [small_space("s", tp_size=2)]}
+    async with node_and_host(tmp_path, fabric, **tables) as (node, client):
+        assert await client.store("s", "r0", tokens(0, 1, 2), 0, payloads(0, 1, 2)) == ["stored"] * 3
+        assert (await client.lookup("s", "r0", tokens(0, 1, 2))).matched_blocks == 0
+        answer = await client.store("s", "r1", tokens(0, 1, 2), 0, payloads(10, 11), shard=1)
+        assert answer == ["stored"] * 2
+        found = await client.lookup("s", "r2", tokens(0, 1, 2))
+        assert (found.matched_blocks, found.staging, found.nvme) == (2, 2, 0)
+        for source in ["staging", "nvme"]:
+            for shard, wanted in [(0, payloads(0, 1)), (1, payloads(10, 11))]:
+                await client.lookup("s", f"q{shard}", tokens(0, 1, 2), shard=shard)
+                into = buffers(2)
+                loaded = await client.load(f"q{shard}", 0, into, shard=shard)
+                assert statuses(loaded) == ["ok"] * 2
+                assert source == "nvme" or sources(loaded) == ["staging"] * 2
+                assert [bytes(view) for view in into] == wanted
+            await empty_staging(node)
+
+
+async def test_a_bad_shard_takes_nothing_from_the_good_one(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"space": [small_space("s", tp_size=2)]}
+    async with node_and_host(tmp_path, **tables) as (node, client):
+        assert await client.store("s", "r", tokens(0), 0, payloads(0)) == ["stored"]
+        reserve = m.Reserve(space="s", request="r1", first=0, count=1, tokens=tokens(0), shard=1)
+        [room] = (await client._call(reserve, m.ReserveReply)).blocks
+        commit = m.Commit(
+            request="r1", blocks=[m.CommitBlock(reservation=room.reservation, crcs=[1, 2, 3, 4])]
+        )
+        assert (await client._call(commit, m.CommitReply)).statuses == ["checksum"]
+        assert await client.store("s", "r1", tokens(0), 0, payloads(9), shard=1) == ["stored"]
+        found = await client.lookup("s", "r", tokens(0))
+        assert (found.matched_blocks, node.intake.stored) == (1, 2)
+
+
+async def test_a_chain_known_by_digests_only(tmp_path: Path, fabric: str) -> None:
+    chain = [bytes([i]) * 32 for i in range(4)]
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        answer = await client.store("s", "r", None, 0, payloads(0, 1), digests=chain[:2])
+        assert answer == ["stored"] * 2
+        assert await client.store("s", "r", None, 2, payloads(2, 3), digests=chain) == ["stored"] * 2
+        await empty_staging(node)
+        found = await client.lookup("s", "r2", digests=[*chain, b"unknown digest"])
+        assert found.matched_blocks == 4
+        into = buffers(4)
+        assert statuses(await client.load("r2", 0, into)) == ["ok"] * 4
+        assert [bytes(view) for view in into] == payloads(0, 1, 2, 3)
+        why = await client.explain("s", digests=[*chain, b"unknown digest"])
+        assert [reason.reason for reason in why] == ["present"] * 4 + ["never_stored"]
+        assert (
+            node.index.spaces["s"].index.get(digest_key(node.index.spaces["s"].fingerprint, chain[0]))
+            is not None
+        )
+
+
+async def test_a_digest_stored_under_another_parent_is_an_orphan_not_a_crash(tmp_path: Path) -> None:
+    one, two, other = b"1" * 16, b"2" * 16, b"3" * 16
+    tables: dict[str, Any] = {"space": [small_space("s", tp_size=2)]}
+    async with node_and_host(tmp_path, **tables) as (node, client):
+        assert await client.store("s", "r", None, 0, payloads(1, 2), digests=[one, two]) == ["stored"] * 2
+        answer = await client.store("s", "q", None, 0, payloads(3, 2), digests=[other, two], shard=1)
+        assert answer == ["orphan"] * 2
+        assert all(agent.restarts == 0 for agent in node._agents)
+
+
+# --- tiers ---
+
+
+async def test_blocks_evicted_to_flash_come_back_right_and_are_counted_by_tier(
+    tmp_path: Path, fabric: str
+) -> None:
+    async with node_and_host(tmp_path, fabric, **slots(8), **NO_PREFETCH) as (node, client):
+        for first in range(0, 24, 4):
+            answer = await client.store(
+                "s", "r", tokens(*range(24)), first, payloads(*range(first, first + 4))
+            )
+            assert answer == ["stored"] * 4
+        await written(node)
+        found = await client.lookup("s", "q", tokens(*range(24)))
+        assert (found.matched_blocks, found.staging + found.nvme) == (24, 24)
+        assert found.staging == 8
+        assert found.ready_ms > 0
+        tiers: list[str] = []
+        for first in range(0, 24, 4):
+            into = buffers(4)
+            loaded = await client.load("q", first, into)
+            assert statuses(loaded) == ["ok"] * 4
+            assert [bytes(view) for view in into] == payloads(*range(first, first + 4))
+            tiers += sources(loaded)
+        stats = await client.stats()
+        counters = stats["hosts"]["host-a"]  # type: ignore[index]
+        assert counters["staging"] == tiers.count("staging")
+        assert counters["nvme"] == tiers.count("nvme") > 0
+        assert counters["blocks"] == 24
+        assert counters["bytes_loaded"] == 24 * PAYLOAD
+
+
+async def test_no_room_is_answered_for_exactly_the_blocks_that_found_none(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path, **slots(4), **NO_PREFETCH) as (node, client):
+        await store(client, "held", 0, 1)
+        async with client.view("held", 0, 2):
+            await store(client, "r", 10, 11)
+            await client.store("s", "r", tokens(10, 11, 12), 2, payloads(12))
+            await client.store("s", "r", tokens(10, 11, 12, 13), 3, payloads(13))
+            await written(node)
+            loaded = await load(client, "r", 10, 11, 12, 13)
+            assert sorted(statuses(loaded)) == ["no_room", "no_room", "ok", "ok"]
+            ready = [i for i, block in enumerate(loaded) if block.is_ok]
+            assert sources(loaded)[ready[0]] == "staging", "what is staged is not evicted for its neighbours"
+            why = await client.explain("s", tokens(10, 11, 12, 13))
+            assert [reason.reason for reason in why] == ["present"] * 4
+            assert ["no_room" in reason.detail for reason in why] == [not b.is_ok for b in loaded]
+        await until(lambda: node.staging.slabs[0].pool.stats().leases == 0)
+        assert statuses(await load(client, "r", 10, 11, 12, 13)) == ["ok"] * 4
+
+
+async def test_a_slow_device_makes_blocks_late_within_the_loads_deadline(
+    tmp_path: Path, fabric: str, faulty: None
+) -> None:
+    async with node_and_host(tmp_path, fabric, **NO_PREFETCH) as (node, client):
+        await store(client, "r", 0, 1, 2)
+        await empty_staging(node)
+        assert sources(await load(client, "q", 0)) == ["nvme"]
+        device_of(node).inject(Fault(op="read", kind="hang", count=2))
+        began = trio.current_time()
+        loaded = await client.load("r", 0, buffers(3), timeout_s=0.4)
+        assert trio.current_time() - began < 3 * 0.4
+        assert statuses(loaded) == ["ok", "late", "late"]
+        why = await client.explain("s", tokens(0, 1, 2))
+        assert ["late" in reason.detail for reason in why] == [False, True, True]
+        device_of(node).resume()
+        await until(lambda: node.staging.num_flights == 0)
+        assert sources(await load(client, "r", 0, 1, 2)) == ["staging"] * 3
+
+
+async def test_a_load_nobody_waits_for_any_more_leaves_no_lease(tmp_path: Path, faulty: None) -> None:
+    async with node_and_host(tmp_path, "tcp", **NO_PREFETCH) as (node, client):
+        await store(client, "r", 0)
+        await empty_staging(node)
+        device_of(node).inject(Fault(op="read", kind="hang"))
+        with trio.move_on_after(0.1):
+            await client.load("r", 0, buffers(1))
+        device_of(node).resume()
+        await until(lambda: node.staging.num_flights == 0)
+        await until(lambda: not any(s.in_flight for s in node.gateway.hosts.sessions.values()))
+        pool = node.staging.slabs[0].pool
+        await until(lambda: pool.stats().leases == 0)
+
+
+# --- why not ---
+
+
+async def test_explain_tells_present_from_never_stored(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (_, client):
+        await store(client, "r", 0, 1)
+        assert await reasons(client, 0, 1, 2, 3) == ["present", "present", "never_stored", "never_stored"]
+
+
+async def test_explain_names_what_a_bad_record_took_with_it(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path, **NO_PREFETCH) as (node, client):
+        await store(client, "r", 0, 1, 2)
+        await empty_staging(node)
+        state = node.index.spaces["s"]
+        bad = int(state.index.match(tokens(0, 1, 2))[1])
+        node.bdev.image[state.extent_of(bad, 0) + 4096] ^= 1  # type: ignore[attr-defined]
+        assert statuses(await load(client, "q", 0, 1, 2))[:2] == ["ok", "checksum"]
+        assert await reasons(client, 0, 1, 2) == ["present", "checksum", "parent_lost"]
+        assert (await client.lookup("s", "q2", tokens(0, 1, 2))).matched_blocks == 1
+
+
+async def test_explain_says_evicted_when_the_only_copy_was_in_staging(tmp_path: Path, faulty: None) -> None:
+    async with node_and_host(tmp_path, **NO_PREFETCH) as (node, client):
+        device_of(node).inject(Fault(op="write", kind="error", count=9))
+        await store(client, "r", 0)
+        await until(lambda: node.intake.writes_lost == 1)
+        device_of(node).clear()
+        assert statuses(await load(client, "q", 0)) == ["ok"]
+        await client.finish("q")
+        await until(lambda: node.staging.slabs[0].pool.stats().leases == 0)
+        await empty_staging(node)
+        assert await reasons(client, 0) == ["evicted"]
+
+
+async def test_explain_says_reclaimed_when_the_device_needed_the_place(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {**slots(8), **memory_bdev(2 << 20, 256 << 10), **NO_PREFETCH}
+    async with node_and_host(tmp_path, **tables) as (node, client):
+        for block in range(120):
+            await store(client, f"r{block}", block)
+        await written(node)
+        why = [(await reasons(client, block))[0] for block in range(120)]
+        assert set(why) == {"reclaimed", "present"}
+        assert why[-8:] == ["present"] * 8
+        assert why.count("reclaimed") == node.reclaimer.dropped > 0
+        first = why.index("present")
+        assert statuses(await load(client, "q", first)) == ["ok"]
+
+
+async def test_blocks_expire_after_their_time_to_live(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path, space=[small_space("s", ttl_s=0.2)]) as (node, client):
+        await store(client, "r", 0, 1)
+        assert (await client.lookup("s", "q", tokens(0, 1))).matched_blocks == 2
+        await until(lambda: node.index.drops.get("expired") == 2)
+        assert (await client.lookup("s", "q2", tokens(0, 1))).matched_blocks == 0
+        assert await reasons(client, 0, 1) == ["expired", "expired"]
+
+
+async def test_explain_names_the_field_in_which_another_space_differs(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {
+        "space": [small_space("s"), small_space("fp8", kv_dtype="fp8")],
+        "host": [small_host("host-a", spaces=["s", "fp8"])],
+    }
+    async with node_and_host(tmp_path, **tables) as (_, client):
+        await store(client, "r", 0)
+        [reason] = await client.explain("fp8", tokens(0))
+        assert reason.reason == "other_space"
+        assert "kv_dtype: 'fp8' here, 'fp16' there" in reason.detail
+
+
+async def test_a_host_with_another_idea_of_the_space_is_refused_by_field(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    theirs = small_config(tmp_path / "run", space=[small_space("s", kv_dtype="fp8")])
+    async with running(config) as node:
+        with pytest.raises(SpaceMismatch, match=r"'kv_dtype'.*node has 'fp16', host has 'fp8'"):
+            async with host(node, theirs) as client:
+                await client.lookup("s", "r", tokens(0))
+
+
+# --- epochs and restarts ---
+
+
+async def test_an_epoch_bump_hides_all_blocks_while_readers_drain(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", 0, 1)
+        pool = node.staging.slabs[0].pool
+        async with client.view("r", 0, 2) as blocks:
+            assert await bump(node) == 1
+            assert [bytes(b.data) for b in blocks if b.data is not None] == payloads(0, 1)
+            with pytest.raises(RemoteProtocolError, match="stale_epoch"):
+                await client._exchange(
+                    m.Lookup(space="s", request="r", tokens=tokens(0)), m.LookupReply, trio.current_time() + 2
+                )
+            for block in range(10, 30):  # the slots of the draining reader are not reused
+                await client.store("s", f"r{block}", tokens(block), 0, payloads(block))
+            assert [bytes(b.data) for b in blocks if b.data is not None] == payloads(0, 1)
+            del blocks
+        assert (await client.lookup("s", "q", tokens(0, 1))).matched_blocks == 0
+        assert await reasons(client, 0, 1) == ["epoch", "epoch"]
+        await store(client, "r", 0, 1)
+        assert statuses(await load(client, "q", 0, 1)) == ["ok"] * 2
+        await until(lambda: pool.stats().quarantined == 0)
+
+
+async def test_the_call_that_meets_a_new_epoch_says_hello_again_by_itself(
+    tmp_path: Path, fabric: str
+) -> None:
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await store(client, "r", 0)
+        await bump(node)
+        assert (await client.lookup("s", "q", tokens(0))).matched_blocks == 0
+        assert sum(node.gateway.hosts.ended.values()) == 1
+        assert len(node.gateway.hosts.sessions) == 1
+
+
+async def test_hits_from_before_a_restart_and_none_from_before_an_epoch(tmp_path: Path, fabric: str) -> None:
+    config = small_config(tmp_path / "run", **file_bdev(tmp_path / "flash"))
+    with trio.fail_after(30):
+        async with running(config) as node, host(node, config, fabric=fabric) as client:
+            await store(client, "r", *range(20))
+        async with running(config) as node:
+            async with host(node, config, "host-b", fabric) as client:
+                found = await client.lookup("s", "q", tokens(*range(20)))
+                assert (found.matched_blocks, found.nvme) == (20, 20)
+                assert found.ready_ms > 0
+                assert statuses(await load(client, "q", *range(20))) == ["ok"] * 20
+                await bump(node)
+                assert (await client.lookup("s", "q2", tokens(*range(20)))).matched_blocks == 0
+        async with running(config) as node, host(node, config, fabric=fabric) as client:
+            assert (await client.lookup("s", "r", tokens(*range(20)))).matched_blocks == 0
+            assert (await client.session(trio.current_time() + 5)).epochs == {"s": 1}
+            assert node.store.incarnation == 3
+
+
+async def test_stopping_drains_what_the_device_does_not_have_yet(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run", **file_bdev(tmp_path / "flash"))
+    with trio.fail_after(30):
+        async with running(config) as node:
+            async with host(node, config) as client:
+                await store(client, "r", *range(12))
+                node.stop()
+                with pytest.raises(RemoteProtocolError, match="draining"):
+                    await client.lookup("s", "new", tokens(0))
+        async with running(config) as node, host(node, config) as client:
+            assert (await client.lookup("s", "q", tokens(*range(12)))).matched_blocks == 12
+
+
+# --- hints ---
+
+
+def outcomes(node: Node) -> dict[str, int]:
+    assert node.prefetch.core is not None
+    total = node.prefetch.core.ledger.totals()
+    names = ("timely", "late", "cancelled", "open", "failed")
+    return {name: getattr(total, name) for name in names if getattr(total, name)}
+
+
+def staged_blocks(node: Node) -> int:
+    return sum(slab.pool.stats().ready for slab in node.staging.slabs)
+
+
+async def test_an_arrival_hint_stages_the_prefix_before_the_load(tmp_path: Path, fabric: str) -> None:
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await store(client, "r", *range(6))
+        await client.finish("r")
+        await empty_staging(node)
+        await client.hint(m.Hint(request="q", kind="arrival", space="s", tokens=tokens(*range(6))))
+        await until(lambda: staged_blocks(node) == 6)
+        loaded = await client.load("q", 0, buffers(6))
+        assert sources(loaded) == ["staging"] * 6
+        await until(lambda: outcomes(node).get("timely") == 6)
+
+
+async def test_a_resumed_sequence_gets_its_blocks_staged_again(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", *range(4))
+        await client.finish("r")
+        await client.lookup("s", "q", tokens(*range(4)))
+        await client.hint(m.Hint(request="q", kind="pause", expected_ms=60_000, reason="tool_use"))
+        await empty_staging(node)
+        assert staged_blocks(node) == 0
+        await client.hint(m.Hint(request="q", kind="resume"))
+        await until(lambda: staged_blocks(node) == 4)
+        await client.finish("q", "end_turn")
+        await until(lambda: not any(session.scopes for session in node.gateway.hosts.sessions.values()))
+
+
+async def test_a_decode_hint_stages_the_ranked_parts_only(tmp_path: Path) -> None:
+    prefetch: dict[str, Any] = {"prefetch": {"predictors": ["hint"]}}
+    async with node_and_host(tmp_path, **prefetch) as (node, client):
+        await store(client, "r", *range(6))
+        await client.lookup("s", "q", tokens(*range(6)))
+        await empty_staging(node)
+        before = node.bdev.stats.bytes_read
+        hint = m.Hint(request="q", kind="decode", step=1, group=2, ranked=[4, 1], touched=[0], need_ms=200)
+        await client.hint(hint)
+        await until(lambda: node.bdev.stats.bytes_read - before >= 2 * (4096 + PART_BYTES))
+        into = buffers(1, PART_BYTES)
+        loaded = await client.load("q", 4, into, parts=(2, 3))
+        assert sources(loaded) == ["staging"]
+        assert bytes(into[0]) == payload(4)[2 * PART_BYTES : 3 * PART_BYTES]
+        assert node.bdev.stats.bytes_read - before == 2 * (4096 + PART_BYTES)
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish"])
+async def test_ending_a_request_ends_its_prefetches(tmp_path: Path, faulty: None, end: str) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", *range(12))
+        await client.finish("r")
+        await empty_staging(node)
+        device_of(node).inject(Fault(op="read", kind="hang", count=100))
+        await client.lookup("s", "q", tokens(*range(12)))
+        await until(lambda: outcomes(node).get("open") == 12)
+        await getattr(client, end)("q")
+        await until(lambda: outcomes(node).get("cancelled") == 12)
+        device_of(node).clear()
+        device_of(node).resume()
+        await until(lambda: node.staging.num_flights == 0)
+        assert node.prefetch.core is not None
+        assert node.prefetch.core.arbiter.held_bytes == 0
+
+
+async def test_a_demand_waits_for_the_prefetch_under_way_and_reads_nothing_twice(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", *range(8))
+        await client.finish("r")
+        await empty_staging(node)
+        before = node.bdev.stats.bytes_read
+        assert statuses(await load(client, "q", *range(8))) == ["ok"] * 8
+        assert node.bdev.stats.bytes_read - before == 8 * RECORD

@@ -1,0 +1,432 @@
+"""The clients when all is not well: no node, a stopped one, one that comes back; and the blocking client's promises."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from dpurt.client import BlockingClient, Client, connect
+from dpurt.config import Config
+from dpurt.demo.nodes import NodeProcess
+from dpurt.errors import DeadlineExceeded, DpurtError, NodeUnavailable, RemoteProtocolError
+from dpurt.testing.node import running, small_config, spaces_of
+from dpurt.testing.node_steps import (
+    PAYLOAD,
+    assert_books_balance,
+    buffers,
+    empty_staging,
+    host,
+    load,
+    payload,
+    payloads,
+    statuses,
+    store,
+    tokens,
+    until,
+)
+from dpurt.wire import messages as m
+
+BUDGET_S = 0.3
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def config_at(tmp_path: Path, port: int) -> Config:
+    gateway = {"bind": f"tcp://127.0.0.1:{port}", "session_timeout_s": 2.0}
+    return small_config(tmp_path / "run", gateway=gateway)
+
+
+# --- no node ---
+
+
+async def test_an_absent_node_costs_one_budget_and_then_nothing_but_exceptions(tmp_path: Path) -> None:
+    config = config_at(tmp_path, free_port())
+    async with connect(
+        config.gateway.bind, host="host-a", spaces=spaces_of(config), timeout_s=BUDGET_S
+    ) as client:
+        began = trio.current_time()
+        with pytest.raises(NodeUnavailable):
+            await client.lookup("s", "r", tokens(0))
+        first = trio.current_time() - began
+        assert first < 3 * BUDGET_S
+        for _ in range(20):
+            with pytest.raises(NodeUnavailable, match="a moment ago"):
+                await client.lookup("s", "r", tokens(0))
+        assert trio.current_time() - began - first < BUDGET_S / 3, "within the pause no call waits"
+        assert not client.is_connected
+
+
+async def test_a_short_call_does_not_wait_for_a_long_ones_hello(tmp_path: Path) -> None:
+    config = config_at(tmp_path, free_port())
+    async with connect(config.gateway.bind, host="host-a", spaces=spaces_of(config)) as client:
+        async with trio.open_nursery() as nursery:
+
+            async def long_call() -> None:
+                await client.lookup("s", "r", tokens(0), timeout_s=60)
+
+            nursery.start_soon(long_call)
+            await until(lambda: client._waiting)
+            began = trio.current_time()
+            with pytest.raises(NodeUnavailable):
+                await client.lookup("s", "r", tokens(0), timeout_s=BUDGET_S)
+            assert trio.current_time() - began < 3 * BUDGET_S
+            nursery.cancel_scope.cancel()
+
+
+async def test_the_client_recovers_when_the_node_appears_and_after_it_restarts(tmp_path: Path) -> None:
+    config = config_at(tmp_path, free_port())
+    async with connect(
+        config.gateway.bind, host="host-a", spaces=spaces_of(config), timeout_s=BUDGET_S
+    ) as client:
+        with pytest.raises(NodeUnavailable):
+            await client.lookup("s", "r", tokens(0))
+        for _ in range(2):
+            async with running(config) as node:
+                await until_it_answers(client)
+                assert client.is_connected
+                await client.store("s", "r", tokens(0), 0, payloads(0))
+                assert statuses(await load(client, "q", 0)) == ["ok"]
+                assert_books_balance(node)
+
+
+async def until_it_answers(client: Client) -> None:
+    with trio.fail_after(10):
+        while True:
+            try:
+                await client.lookup("s", "r", tokens(0))
+            except (NodeUnavailable, DeadlineExceeded):
+                await trio.sleep(0.02)
+            else:
+                return
+
+
+async def test_a_draining_node_is_unavailable_to_a_new_client(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node:
+        node.gateway.hosts.is_draining = True
+        async with host(node, config) as client:
+            with pytest.raises(NodeUnavailable, match="draining"):
+                await client.lookup("s", "r", tokens(0))
+            with pytest.raises(NodeUnavailable, match="a moment ago"):
+                await client.lookup("s", "r", tokens(0))
+
+
+async def test_an_exception_in_the_block_comes_out_as_it_is(tmp_path: Path) -> None:
+    config = config_at(tmp_path, free_port())
+    with pytest.raises(KeyError, match="mine"):
+        async with connect(config.gateway.bind, host="host-a", spaces=spaces_of(config)):
+            raise KeyError("mine")
+
+
+async def test_a_call_that_ran_out_of_time_does_not_end_the_session_of_the_others(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node, host(node, config) as client:
+        await store(client, "r", 0)
+        async with client.view("r", 0, 1):
+            node.gateway._handlers[m.Stats] = lambda session, request: None  # never answers this one
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(never_answered, client)
+                for _ in range(10):
+                    await client.lookup("s", "q", tokens(0))
+                    await trio.sleep(0.02)
+            assert client.is_connected
+            assert node.staging.slabs[0].pool.stats().leases == 1
+        assert not node.gateway.hosts.ended
+
+
+async def never_answered(client: Client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await client.stats(timeout_s=0.1)
+
+
+async def test_a_failure_of_an_old_session_does_not_touch_the_new_one(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node, host(node, config) as client:
+        await store(client, "r", 0)
+        old = client._session
+        assert old is not None
+        await client._lose_session(old)
+        await client.lookup("s", "r", tokens(0))
+        await client._lose_session(old)
+        assert client.is_connected
+
+
+async def test_bytes_changed_on_the_way_are_a_checksum_status_and_counted(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node, host(node, config) as client:
+        await store(client, "r", 0, 1)
+        slab = node.staging.slabs[0]
+        slot = next(i for i in range(2) if bytes(slab.image(i)[4096 : 4096 + PAYLOAD]) == payload(1))
+        slab.image(slot)[5000] ^= 1
+        loaded = await client.load("r", 0, buffers(2))
+        assert statuses(loaded) == ["ok", "checksum"]
+        assert loaded[1].data is None
+        assert client.checksum_errors == 1
+
+
+async def test_an_ended_lease_is_a_refusal_and_the_session_goes_on(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node, host(node, config, fabric="tcp") as client:
+        await store(client, "r", 0)
+        release = node.staging.slabs[0].pool.release_owner
+        answer = client._load
+
+        async def answer_and_end(message: m.Load, deadline: float) -> m.LoadReply:
+            reply = await answer(message, deadline)
+            release(next(iter(node.staging._session_of)))
+            return reply
+
+        client._load = answer_and_end  # type: ignore[method-assign]
+        with pytest.raises(RemoteProtocolError, match="access"):
+            await client.load("r", 0, buffers(1))
+        assert client.is_connected
+
+
+# --- the blocking client ---
+
+
+@contextmanager
+def node_thread(config: Config) -> Iterator[Callable[..., Any]]:
+    """A node on a loop of its own; yields `call(function of the node)`, which runs on that loop."""
+    ready: list[Any] = []
+    up, stop = threading.Event(), trio.Event()
+
+    async def main() -> None:
+        async with running(config) as node:
+            ready.extend([node, trio.lowlevel.current_trio_token()])
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=trio.run, args=(main,))
+    thread.start()
+    assert up.wait(10)
+    node, token = ready
+    try:
+        yield lambda function: trio.from_thread.run(function, node, trio_token=token)
+    finally:
+        token.run_sync_soon(stop.set)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+async def endpoint_of(node: Any) -> str:
+    return str(node.gateway.endpoint)
+
+
+async def leases_of(node: Any) -> int:
+    return int(node.staging.slabs[0].pool.stats().leases)
+
+
+async def scopes_of(node: Any) -> int:
+    return sum(len(session.scopes) for session in node.gateway.hosts.sessions.values())
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("fabric", ["shm", "tcp"])
+def test_every_call_of_the_blocking_client(tmp_path: Path, fabric: str) -> None:
+    config = small_config(tmp_path / "run")
+    prompt = tokens(0, 1, 2)
+    with (
+        node_thread(config) as on_node,
+        BlockingClient(
+            on_node(endpoint_of), host="host-a", spaces=spaces_of(config), fabrics=[fabric]
+        ) as client,
+    ):
+        assert client.lookup("s", "r", prompt).matched_blocks == 0
+        assert client.is_connected
+        assert client.store("s", "r", prompt, 0, payloads(0, 1, 2)) == ["stored"] * 3
+        on_node(empty_staging)
+        into = buffers(3)
+        assert statuses(client.load("r", 0, into)) == ["ok"] * 3
+        assert [bytes(view) for view in into] == payloads(0, 1, 2)
+        landing = client.landing(PAYLOAD)
+        assert statuses(client.load_pushed("r", 1, landing, [0])) == ["ok"]
+        assert bytes(landing.view[:PAYLOAD]) == payload(1)
+        if fabric == "shm":
+            with client.view("r", 0, 2) as blocks:
+                assert [bytes(b.data) for b in blocks if b.data is not None] == payloads(0, 1)
+                assert on_node(leases_of) == 2
+                del blocks
+            eventually(lambda: on_node(leases_of) == 0)
+        assert [reason.reason for reason in client.explain("s", prompt)] == ["present"] * 3
+        assert client.stats()["hosts"]["host-a"]["stored"] == 3  # type: ignore[index]
+        client.hint(m.Hint(request="q", kind="arrival", space="s", tokens=prompt))
+        eventually(lambda: on_node(scopes_of) == 2)
+        client.finish("q", "end_turn")
+        eventually(lambda: on_node(scopes_of) == 1)
+        client.cancel("r")
+        assert on_node(scopes_of) == 0
+
+
+def test_hints_arrive_in_the_order_they_were_given_in(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    seen: list[str] = []
+
+    async def listen(node: Any) -> None:
+        hint = node.gateway._handlers[m.Hint]
+
+        def noted(session: Any, request: m.Hint) -> Any:
+            seen.append(request.request)
+            return hint(session, request)
+
+        node.gateway._handlers[m.Hint] = noted
+
+    with (
+        node_thread(config) as on_node,
+        BlockingClient(on_node(endpoint_of), host="host-a", spaces=spaces_of(config)) as client,
+    ):
+        on_node(listen)
+        client.lookup("s", "r", tokens(0), will_load=False)
+        names = [f"r{i}" for i in range(50)]
+        for name in names:
+            client.hint(m.Hint(request=name, kind="pause"))
+        eventually(lambda: len(seen) == 50)
+        assert seen == names
+
+
+def test_the_blocking_client_may_be_used_from_many_threads(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    with (
+        node_thread(config) as on_node,
+        BlockingClient(on_node(endpoint_of), host="host-a", spaces=spaces_of(config)) as client,
+    ):
+
+        def one(number: int) -> bool:
+            prompt, name = tokens(100 + number), f"r{number}"
+            client.lookup("s", name, prompt)
+            client.store("s", name, prompt, 0, payloads(number))
+            into = buffers(1)
+            loaded = client.load(name, 0, into)
+            client.finish(name)
+            return loaded[0].is_ok and into[0] == payload(number)
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(one, range(40)))
+
+
+def test_a_closed_client_refuses_and_wakes_those_who_wait(tmp_path: Path) -> None:
+    config = config_at(tmp_path, free_port())
+    client = BlockingClient(config.gateway.bind, host="host-a", spaces=spaces_of(config), timeout_s=60.0)
+    errors: list[DpurtError] = []
+
+    def wait() -> None:
+        try:
+            client.lookup("s", "r", tokens(0))
+        except DpurtError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    eventually(lambda: bool(client._client._waiting))
+    client.close()
+    client.close()
+    waiting.join(10)
+    assert [type(error) for error in errors] == [NodeUnavailable]
+    with pytest.raises(NodeUnavailable, match="closed"):
+        client.lookup("s", "r", tokens(0))
+    client.hint(m.Hint(request="r", kind="pause"))
+    assert not client._thread.is_alive()
+
+
+def test_an_absent_node_holds_a_thread_for_its_budget_once_and_then_backs_off(tmp_path: Path) -> None:
+    config = config_at(tmp_path, free_port())
+    with BlockingClient(
+        config.gateway.bind, host="host-a", spaces=spaces_of(config), timeout_s=BUDGET_S
+    ) as client:
+        began = time.monotonic()
+        with pytest.raises(NodeUnavailable):
+            client.lookup("s", "r", tokens(0))
+        assert time.monotonic() - began < 3 * BUDGET_S
+        with pytest.raises(NodeUnavailable, match="a moment ago"):
+            client.lookup("s", "r", tokens(0), timeout_s=60)
+
+
+TOPOLOGY = """\
+[node]
+name = "stopped"
+run_dir = "{run}"
+[gateway]
+bind = "tcp://127.0.0.1:{port}"
+[staging]
+bytes = 1310720
+[[bdev]]
+name = "m"
+kind = "memory"
+size_bytes = 8388608
+segment_bytes = 1048576
+[[tenant]]
+name = "t"
+salt = "sixteen bytes or more"
+[[space]]
+name = "s"
+model = "m"
+revision = "r"
+kv_dtype = "fp16"
+tenant = "t"
+[space.geometry]
+block_tokens = 16
+{groups}
+[[host]]
+name = "host-a"
+spaces = ["s"]
+inbound_bytes = 327680
+"""
+GROUP = '[[space.geometry.groups]]\nname = "g{}"\nnum_layers = 2\nnum_kv_heads = 2\nhead_size = 16\npart_bytes = 4096\n'
+
+
+@pytest.mark.slow
+def test_a_stopped_node_never_holds_a_thread_longer_than_its_budget(tmp_path: Path) -> None:
+    topology = tmp_path / "node.toml"
+    groups = "".join(GROUP.format(i) for i in range(4))
+    topology.write_text(TOPOLOGY.format(run=tmp_path / "run", port=free_port(), groups=groups))
+    spaces = spaces_of(small_config(tmp_path / "run"))
+    with (
+        NodeProcess(topology, tmp_path / "run", tmp_path / "log") as node,
+        BlockingClient(node.endpoint, host="host-a", spaces=spaces, timeout_s=5.0) as client,
+    ):
+        assert client.store("s", "r", tokens(0), 0, payloads(0), timeout_s=10) == ["stored"]
+        os.kill(node.pid, signal.SIGSTOP)
+        try:
+            calls: list[Callable[[], object]] = [
+                lambda: client.lookup("s", "r", tokens(0), timeout_s=BUDGET_S),
+                lambda: client.load("r", 0, buffers(1), timeout_s=BUDGET_S),
+                lambda: client.store("s", "q", tokens(1), 0, payloads(1), timeout_s=BUDGET_S),
+                lambda: client.cancel("r", timeout_s=BUDGET_S),
+                lambda: client.stats(timeout_s=BUDGET_S),
+            ]
+            for call in calls:
+                began = time.monotonic()
+                with pytest.raises((NodeUnavailable, DeadlineExceeded)):
+                    call()
+                assert time.monotonic() - began < 3 * BUDGET_S
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+
+        def works_again() -> bool:
+            try:
+                return client.lookup("s", "r2", tokens(0), timeout_s=2.0).matched_blocks == 1
+            except DpurtError:
+                return False
+
+        eventually(works_again)
