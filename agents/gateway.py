@@ -217,12 +217,13 @@ class GatewayAgent(Actor[None]):
         if request.intent == "will_load":
             self._arrive(session, state, request.request, request.tokens, request.digests, request.shard, ids)
         staged = self._index.count_staged(state, ids, request.shard)
-        reply = m.LookupReply(
-            id=request.id, matched_blocks=len(ids), staging=staged, nvme=len(ids) - staged,
+        flying = self._staging.count_in_flight(state, ids, request.shard)
+        return m.LookupReply(
+            id=request.id, matched_blocks=len(ids), staging=staged, in_flight=flying, nvme=len(ids) - staged - flying,
             matched_tokens=len(ids) * state.space.geometry.block_tokens,
+            ready_ms=self._staging.ready_ms(len(ids) - staged, state.layout.record_bytes),
+            miss=self._index.why_not(state, request.tokens, request.digests, len(ids), request.shard),
         )  # fmt: skip
-        reply.ready_ms = self._staging.ready_ms(reply.nvme, state.layout.record_bytes)
-        return reply
 
     def _arrive(
         self, session: Session, state: SpaceState, request: str,
@@ -238,10 +239,10 @@ class GatewayAgent(Actor[None]):
     def _hint(self, session: Session, hint: m.Hint) -> m.Reply | None:
         if hint.kind == "arrival":
             state = self.hosts.state(session, hint.space, hint.shard)
-            if hint.tokens is None:
-                raise Refusal("malformed", "an arrival hint needs tokens")
-            ids = self._index.match(state, hint.tokens, None)
-            self._arrive(session, state, hint.request, hint.tokens, None, hint.shard, ids)
+            if (hint.tokens is None) == (hint.digests is None):
+                raise Refusal("malformed", "an arrival hint has either tokens or digests")
+            ids = self._index.match(state, hint.tokens, hint.digests)
+            self._arrive(session, state, hint.request, hint.tokens, hint.digests, hint.shard, ids)
             return m.Ok(id=hint.id, count=len(ids))
         scope = session.scopes.get(hint.request)
         if scope is None:
@@ -292,7 +293,8 @@ class GatewayAgent(Actor[None]):
         return m.ReserveReply(id=request.id, blocks=grants)
 
     def _release(self, session: Session, request: m.Release) -> m.Ok:
-        return m.Ok(id=request.id, count=self._staging.release(request.leases, session.number))
+        count = self._staging.release(request.leases, session.number)
+        return m.Ok(id=request.id, count=count + self._intake.release(request.reservations, session.number))
 
     def _cancel(self, session: Session, request: m.Cancel) -> m.Ok:
         scope = session.scopes.get(request.request)

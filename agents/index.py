@@ -119,6 +119,16 @@ class IndexAgent(Actor[None]):
         block_id = state.index.get(key)
         return block_id is not None and state.has_shard(block_id, shard)
 
+    def why_not(
+        self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, position: int, shard: int
+    ) -> str:  # fmt: skip
+        """Why the block at `position`, the first after a match, is not here; empty when the prompt ends there."""
+        chain = self.chain(state, tokens, digests, position, 1)
+        if chain is None:
+            return ""
+        tomb = self.tombstones.get(chain[1])
+        return "never_stored" if tomb is None else tomb.reason
+
     def explain(
         self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, shard: int,
         others: Sequence[SpaceState],
@@ -198,9 +208,9 @@ class IndexAgent(Actor[None]):
 
     # --- changing ---
 
-    def drop(self, state: SpaceState, block_id: int, reason: str, now: float) -> None:
+    def drop(self, state: SpaceState, block_id: int, reason: str, now: float, detail: str = "") -> None:
         """A block is gone, and with it its descendants."""
-        self._gone(state, state.index.drop(block_id, now), reason, now, first=block_id)
+        self._gone(state, state.index.drop(block_id, now), reason, now, detail, first=block_id)
 
     def enter(
         self,
@@ -240,8 +250,8 @@ class IndexAgent(Actor[None]):
             state.index.set_expiry(np.array([block_id], np.int32), now + state.ttl_s)
         self.tombstones.discard(state.index.key(block_id))
 
-    def slot_evicted(self, ref: int, now: float) -> None:
-        """A block left its staging slot for another's sake; without a copy on the bdev it is gone."""
+    def slot_evicted(self, ref: int, now: float, why: str) -> None:
+        """A block left its staging slot for another's sake (`why`); without a copy on the bdev it is gone."""
         state = self.by_number.get(number_of(ref))
         if state is None or state.retired:
             return
@@ -252,14 +262,16 @@ class IndexAgent(Actor[None]):
         for notify in self.on_evicted:
             notify(ref)
         if state.index.clear_slot(block_id, shard):
-            self.drop(state, block_id, "evicted", now)
+            self.drop(state, block_id, "evicted", now, f"from staging {why}; the bdev had no copy")
 
-    def _gone(self, state: SpaceState, dropped: Dropped, reason: str, now: float, first: int = -1) -> None:
+    def _gone(
+        self, state: SpaceState, dropped: Dropped, reason: str, now: float, detail: str = "", first: int = -1
+    ) -> None:
         if not len(dropped.ids):
             return
         for block_id, key in zip(dropped.ids.tolist(), dropped.key_list(), strict=True):
             why = reason if first in (-1, block_id) else "parent_lost"
-            self.tombstones.put(key, why, now, "" if why == reason else f"its prefix was {reason}")
+            self.tombstones.put(key, why, now, detail if why == reason else f"its prefix was {reason}")
         self.drops[reason] = self.drops.get(reason, 0) + len(dropped.ids)
         for notify in self.on_dropped:
             notify(state, dropped, reason)

@@ -108,6 +108,7 @@ class Intake:
         self._reserving: dict[tuple[int, bytes, int], Reserved] = {}
         self._numbers = itertools.count(1)
         self._region_ids: Callable[[], int] = itertools.count(1 << 20).__next__
+        self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
         self._cleaner = trio.lowlevel.ParkingLot()
         self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
         self.stored = 0
@@ -143,6 +144,14 @@ class Intake:
     def end_scope(self, owner: int) -> int:
         """Give back what a scope reserved and is not committing; how many that were."""
         mine = [r for r in self._reserved.values() if r.owner == owner and not r.is_over]
+        for reserved in mine:
+            self._give_back(reserved)
+        return len(mine)
+
+    def release(self, numbers: Sequence[int], session: int) -> int:
+        """Give reservations of this session back that will not be committed; how many stood."""
+        found = [self._reserved.get(number) for number in numbers]
+        mine = [r for r in found if r is not None and r.session == session and not r.is_over]
         for reserved in mine:
             self._give_back(reserved)
         return len(mine)
@@ -352,10 +361,14 @@ class Intake:
         slab = state.slab
         room = self._clean_room(state)
         refs = [state.ref(handle, shard) for _, _, handle in fresh[: max(room, 0)]]
-        taken = slab.pool.take_many(refs, state.layout.all_parts, now) if refs else []
+        taken = []
+        if refs:
+            taken = slab.pool.take_many(
+                refs, state.layout.all_parts, now, protect=lambda other: self.is_wanted(other, now)
+            )
         for one in taken:
             if one.evicted is not None:
-                self._index.slot_evicted(one.evicted, now)
+                self._index.slot_evicted(one.evicted, now, f"to store a block of {state.name!r}")
         self.dirty[slab.number] = self.dirty.get(slab.number, 0) + len(taken)
         for written, _, _ in fresh[len(taken) :]:
             statuses[written.position] = "no_room"

@@ -6,7 +6,7 @@ commands, and keeps the core's time. The queue needs no bound of its own: its pr
 turn of the loop can produce is bounded by the messages' limits.
 
 Prefetch is advice: if the core fails, the event in hand is lost and every request goes on by demand reads. Restart: the core's
-state and the queue are kept.
+state and the queue are kept. Failing too often, it gives up: the node goes on without prefetch.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class PrefetchAgent(Actor[None]):
         if self.core is not None:
             self._events.append(event)
             self._wake.set()
+
+    def give_up(self) -> None:
+        """No more prefetch."""
+        self.core = None
+        self._events.clear()
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         task_status.started()

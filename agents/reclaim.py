@@ -83,7 +83,7 @@ class Reclaimer:
         is_wanted = np.zeros(int(wanted[-1]) + 2, bool)
         is_wanted[wanted] = True
         found = []
-        for state in self._index.spaces.values():
+        for state in self._index.by_number.values():  # retired epochs too, while they are being swept
             table = state.index.table
             extents = table.where[: table.high_water, table.first_extent :]
             segments = np.clip((extents - METADATA_BYTES) // self._segment_bytes, -1, len(is_wanted) - 1)
@@ -98,6 +98,8 @@ class Reclaimer:
     async def _carry_on(self, found: _Found, reclaim: Reclaim) -> None:
         """Append the hottest blocks again, while the budget lasts."""
         state = found.state
+        if state.retired:
+            return
         count = min(reclaim.reappend_bytes // reclaim.record_bytes, int(len(found.ids) * HOT_SHARE))
         hottest = np.lexsort((state.index.table.depth[found.ids], -found.last_use))[:count]
         for row in hottest.tolist():
@@ -132,6 +134,10 @@ class Reclaimer:
     def _let_go(self, found: _Found) -> None:
         now = trio.current_time()
         state = found.state
+        if state.retired:  # so that the sweep does not forget what is put there next
+            table = state.index.table
+            table.where[found.ids, table.first_extent + found.shards] = -1
+            return
         handles = state.index.handles(found.ids.astype(np.int32)).tolist()
         for handle, shard, extent in zip(handles, found.shards.tolist(), found.extents.tolist(), strict=True):
             block_id = state.block_id(handle)
@@ -141,4 +147,6 @@ class Reclaimer:
                 state.index.clear_extent(block_id, shard)
                 continue
             self.dropped += 1
-            self._index.drop(state, block_id, "reclaimed", now)
+            self._index.drop(
+                state, block_id, "reclaimed", now, "its segment on flash was reused: the byte cap is reached"
+            )

@@ -14,8 +14,10 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import structlog
 import trio
+from numpy.typing import NDArray
 
 from dpurt.core.events import Demanded, Event, Evicted, FetchFailed, Staged, Where
 from dpurt.core.events import Dropped as BlockDropped
@@ -100,23 +102,22 @@ class StagingAgent(Actor[None]):
         self._by_job: dict[int, Flight] = {}
         self._session_of: dict[int, int] = {}
         self._unreadable: set[int] = set()  # blocks whose last read failed
-        self._nursery: trio.Nursery | None = None
         self.observe: Callable[[Event], None] = lambda event: None
+        self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
         self.foreign_releases = 0
         self.housekeeping: list[Callable[[float], None]] = []
         index.on_dropped.append(self._on_dropped)
         index.on_evicted.append(lambda ref: self.observe(Evicted(ref)))
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
-        async with trio.open_nursery() as self._nursery:
-            task_status.started()
-            while True:
-                await trio.sleep(TICK_S)
-                now = trio.current_time()
-                for slab in self.slabs:
-                    slab.pool.expire(now)
-                for keep_house in self.housekeeping:
-                    keep_house(now)
+        task_status.started()
+        while True:
+            await trio.sleep(TICK_S)
+            now = trio.current_time()
+            for slab in self.slabs:
+                slab.pool.expire(now)
+            for keep_house in self.housekeeping:
+                keep_house(now)
 
     @property
     def num_flights(self) -> int:
@@ -158,6 +159,13 @@ class StagingAgent(Actor[None]):
     def ready_ms(self, blocks_on_flash: int, record_bytes: int) -> int:
         """Estimate until so many blocks of the match are staged, at the rate the device was seen to give."""
         return math.ceil(1000 * self._storage.estimate_s(blocks_on_flash * record_bytes))
+
+    def count_in_flight(self, state: SpaceState, ids: NDArray[np.int32], shard: int) -> int:
+        """How many of these blocks are on their way, with no part staged yet."""
+        if not self._flights or not len(ids):
+            return 0
+        unstaged = ids[state.index.locations(ids).slot[:, shard] < 0]
+        return sum(ref in self._flights for ref in state.refs(state.index.handles(unstaged).tolist(), shard))
 
     def touch(self, state: SpaceState, refs: Sequence[int], now: float) -> None:
         """These blocks of a chain, in order, were asked for."""
@@ -303,7 +311,7 @@ class StagingAgent(Actor[None]):
     ) -> Flight | None:
         """Send a block on its way into a slot; None when there is no room. It must be on flash and not under way."""
         assert ref not in self._flights
-        taken = state.slab.pool.take(ref, mask, now)
+        taken = state.slab.pool.take(ref, mask, now, protect=lambda other: self.is_wanted(other, now))
         if taken is None:
             return None
         block_id = state.block_id(handle)
@@ -315,7 +323,7 @@ class StagingAgent(Actor[None]):
         if job is not None:
             self._by_job[job] = flight
         if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
-            self._index.slot_evicted(taken.evicted, now)
+            self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
         self._storage.read(read)
         return flight
 
@@ -402,8 +410,7 @@ class StagingAgent(Actor[None]):
             await settled()
             pool.settle(slot, parts)
 
-        assert self._nursery is not None
-        self._nursery.start_soon(wait)
+        trio.lowlevel.spawn_system_task(wait)  # it must outlive a restart of this agent
 
     def _on_dropped(self, state: SpaceState, dropped: Dropped, reason: str) -> None:
         """The index lost blocks: their slots and extents go too."""

@@ -48,7 +48,8 @@ from dpurt.runtime.actor import RestartPolicy, supervise
 
 log = structlog.get_logger()
 DRAIN_S = 10.0
-POLICY = RestartPolicy()
+VITAL = RestartPolicy()
+ADVICE = RestartPolicy(is_vital=False)
 
 
 class Node:
@@ -90,7 +91,8 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                await nursery.start(supervise, agent, POLICY)
+                policy = ADVICE if agent in (self.prefetch, self.metrics) else VITAL
+                await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
                 "node_up", endpoint=self.gateway.endpoint, incarnation=self.store.incarnation, **self.rebuilt
@@ -134,7 +136,10 @@ class Node:
         self.fabric = FabricAgent(self._fabrics(access), {host.name: host.fabrics for host in config.host})
         self.regions: list[MemfdRegion] = []
         self._make_spaces()
-        self.prefetch = PrefetchAgent(self._prefetch_core(), self.staging)
+        core = self._prefetch_core()
+        self.prefetch = PrefetchAgent(core, self.staging)
+        if core is not None:
+            self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
         self.staging.observe = self.prefetch.observe
         self.staging.housekeeping.append(self.intake.expire)
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage, int(spec.segment_bytes))

@@ -83,7 +83,9 @@ async def connect(
     `host` is this host's name in the node's topology, `spaces` the identities it will use, by their names there.
     `fabrics` are those this host can use, best first. `curve` encrypts and authenticates the channel.
     """
-    options = SocketOptions(curve=curve, max_message_bytes=MAX_REPLY_BYTES, linger_ms=200)
+    options = SocketOptions(
+        curve=curve, max_message_bytes=MAX_REPLY_BYTES, linger_ms=200, queue_unconnected=False
+    )
     with open_context() as context, ZmqSocket(context, "DEALER", options) as socket:
         socket.connect(endpoint)
         client = Client(socket, endpoint, host, spaces, fabrics, timeout_s)
@@ -420,23 +422,38 @@ class Client:
         mine = [i for i, r in enumerate(reserved) if r.status == "reserved"]
         if not mine:
             return statuses
-        parts = [group.part_bytes for group in self._spaces[space].geometry.groups]
         views = {i: memoryview(payloads[i]).cast("B") for i in mine}
-        pieces = [
-            Piece(reserved[i].region, reserved[i].offset, reserved[i].reservation, views[i]) for i in mine
-        ]
-        session = self._present()
-        await self._over_link(session, session.endpoint.store(pieces, deadline), deadline)
-        self.bytes_stored += sum(len(piece.local) for piece in pieces)
-        blocks = [
-            m.CommitBlock(reservation=reserved[i].reservation, crcs=part_crcs(views[i], parts)) for i in mine
-        ]
+        blocks = await self._write(space, {i: reserved[i] for i in mine}, views, deadline)
         reply = await self._call(
             m.Commit(request=request, blocks=blocks), m.CommitReply, deadline - trio.current_time()
         )
         for i, status in zip(mine, reply.statuses, strict=True):
             statuses[i] = status
         return statuses
+
+    async def _write(
+        self,
+        space: str,
+        reserved: Mapping[int, m.Reservation],
+        views: Mapping[int, memoryview],
+        deadline: float,
+    ) -> list[m.CommitBlock]:
+        """Write payloads into their reservations; when that fails, give these back: others may want to store the blocks."""
+        parts = [group.part_bytes for group in self._spaces[space].geometry.groups]
+        pieces = [Piece(r.region, r.offset, r.reservation, views[i]) for i, r in reserved.items()]
+        numbers = [r.reservation for r in reserved.values()]
+        try:
+            session = self._present()
+            await self._over_link(session, session.endpoint.store(pieces, deadline), deadline)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._post(m.Release(reservations=numbers))
+            raise
+        self.bytes_stored += sum(len(piece.local) for piece in pieces)
+        return [
+            m.CommitBlock(reservation=r.reservation, crcs=part_crcs(views[i], parts))
+            for i, r in reserved.items()
+        ]
 
     async def cancel(self, request: str, timeout_s: float | None = None) -> int:
         """End a scope; returns how many leases, reservations and prefetches it held."""

@@ -27,11 +27,15 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """At most `max_restarts` failures in `within_s`; the pause doubles from `backoff_s`."""
+    """At most `max_restarts` failures in `within_s`; the pause doubles from `backoff_s`.
+
+    Past the limit a vital actor ends the node; another gives up (`Actor.give_up`), and the node goes on without it.
+    """
 
     max_restarts: int = 5
     within_s: float = 60.0
     backoff_s: float = 0.05
+    is_vital: bool = True
 
 
 class Actor(Generic[M]):
@@ -61,6 +65,9 @@ class Actor(Generic[M]):
         async for message in self.inbox:
             await self.handle(message)
 
+    def give_up(self) -> None:
+        """It failed too often and will not be started again: let the others go on without it."""
+
     async def handle(self, message: M) -> None:
         """Do what one message asks."""
         raise NotImplementedError
@@ -86,7 +93,11 @@ async def supervise(
                 failures = [t for t in failures if now - t < policy.within_s] + [now]
                 log.error("agent_failed", failures=len(failures), error=repr(error), exc_info=error)
                 if len(failures) > policy.max_restarts:
-                    raise ActorCrashed(actor.name, len(failures) - 1) from error
+                    if policy.is_vital:
+                        raise ActorCrashed(actor.name, len(failures) - 1) from error
+                    log.error("agent_gave_up")
+                    actor.give_up()
+                    return
             actor.restarts += 1
             await trio.sleep(policy.backoff_s * 2 ** (len(failures) - 1))
 

@@ -116,7 +116,7 @@ def push_out(staging: StagingAgent, slab_number: int = 0) -> None:
     taken = [pool.take(-1 - i, pool.all_parts, now) for i in range(pool.num_slots)]
     for one in filter(None, taken):
         if one.evicted is not None:
-            staging._index.slot_evicted(one.evicted, now)
+            staging._index.slot_evicted(one.evicted, now, "by a test")
         pool.fill_failed(one.slot, pool.all_parts)
 
 

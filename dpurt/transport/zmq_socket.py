@@ -8,9 +8,10 @@ and so eat the edge. Hence:
 1. An operation is tried with DONTWAIT. On EAGAIN we read `zmq.EVENTS` (which handles all pending commands)
    and try once more if the wanted flag is set; only then we wait.
 2. At most one task, the *watcher*, waits on the descriptor; the others are parked. Whoever touches the socket
-   reads EVENTS afterwards if anybody waits, and dismisses the watcher when a wanted flag is set. A watcher
-   that leaves, for whatever reason, cancellation included, wakes all parked tasks: each tries again and one
-   becomes the new watcher.
+   reads EVENTS afterwards if anybody waits, and dismisses the watcher when a wanted flag is set: Trio's
+   `notify_closing` ends its wait (a cancel scope around every wait would cost more than all else here). A
+   watcher that leaves, for whatever reason, cancellation included, wakes all parked tasks: each tries again
+   and one becomes the new watcher.
 3. There is no checkpoint between a successful operation and its return, so cancellation loses no message: a
    cancelled receive has taken nothing, a cancelled send has sent nothing. The fair yield comes *before* the
    attempt.
@@ -82,7 +83,10 @@ class CurveClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketOptions:
-    """Bounds and security of one socket. High-water marks count messages, per peer."""
+    """Bounds and security of one socket. High-water marks count messages, per peer.
+
+    `queue_unconnected`: whether messages may queue for a peer that is not there yet; else sends wait for it.
+    """
 
     send_hwm: int = 1000
     recv_hwm: int = 1000
@@ -90,6 +94,7 @@ class SocketOptions:
     max_parts: int = 64
     linger_ms: int = 0
     routing_id: bytes = b""
+    queue_unconnected: bool = True
     curve: CurveServer | CurveClient | None = None
 
 
@@ -131,7 +136,7 @@ class ZmqSocket:
         self._socket: zmq.Socket[bytes] = context.socket(getattr(zmq, kind))
         self._out_flag_lies = kind == "ROUTER"
         self._fd = cast(int, self._socket.getsockopt(zmq.FD))
-        self._watch: trio.CancelScope | None = None
+        self._is_watched = False
         self._parked = trio.lowlevel.ParkingLot()
         self._readers = 0
         self._writers = 0
@@ -239,7 +244,7 @@ class ZmqSocket:
         except zmq.ZMQError as error:
             raise _as_trio_error(error) from error
         finally:
-            if self._watch is not None:
+            if self._is_watched:
                 self._events()
 
     def _events(self) -> int:
@@ -250,8 +255,8 @@ class ZmqSocket:
             events = cast(int, self._socket.getsockopt(zmq.EVENTS))
         except zmq.ZMQError as error:
             raise _as_trio_error(error) from error
-        if self._watch is not None and events & self._wanted():
-            self._watch.cancel()
+        if self._is_watched and events & self._wanted():
+            trio.lowlevel.notify_closing(self._fd)
         return events
 
     def _wanted(self) -> int:
@@ -287,21 +292,23 @@ class ZmqSocket:
             self._writers -= 1
 
     async def _edge(self) -> None:
-        if self._watch is not None:
+        if self._is_watched:
             await self._parked.park()
             return
-        with trio.CancelScope() as self._watch:
-            try:
-                await trio.lowlevel.wait_readable(self._fd)
-            finally:
-                self._watch = None
-                self._parked.unpark_all()
+        self._is_watched = True
+        try:
+            await trio.lowlevel.wait_readable(self._fd)
+        except trio.ClosedResourceError:
+            pass  # dismissed; or really closed, which the next attempt finds out
+        finally:
+            self._is_watched = False
+            self._parked.unpark_all()
 
     # --- end of life ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close at once; tasks waiting here get ClosedResourceError. Idempotent."""
-        if self._watch is not None:
+        if self._is_watched:
             trio.lowlevel.notify_closing(self._fd)
         if not self._socket.closed:
             self._socket.close(linger=self.options.linger_ms)
@@ -320,6 +327,7 @@ def _apply(socket: zmq.Socket[bytes], kind: Kind, options: SocketOptions) -> Non
     socket.setsockopt(zmq.RCVHWM, options.recv_hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
     socket.setsockopt(zmq.LINGER, options.linger_ms)
+    socket.setsockopt(zmq.IMMEDIATE, 0 if options.queue_unconnected else 1)
     if options.routing_id:
         socket.setsockopt(zmq.ROUTING_ID, options.routing_id)
     if kind == "ROUTER":  # an unknown or full peer is told to us instead of being dropped silently

@@ -124,6 +124,7 @@ class Hint(Request, tag="hint"):
     kind: Literal["arrival", "pause", "resume", "finish", "decode"]
     space: Name = "-"
     tokens: Tokens | None = None
+    digests: Digests | None = None
     expected_ms: Count | None = None
     reason: Short = ""
     step: Count = 0
@@ -182,9 +183,10 @@ class Commit(Request, tag="commit"):
 
 
 class Release(Request, tag="release"):
-    """Give leases back. Releasing twice is harmless and counted. (Unused reservations end with their scope, or their time.)"""
+    """Give leases, and reservations that will not be committed, back. Releasing twice is harmless."""
 
-    leases: IdList
+    leases: IdList = []
+    reservations: IdList = []
 
 
 class Cancel(Request, tag="cancel"):
@@ -271,8 +273,8 @@ class HelloReply(Reply, tag="hello_ok"):
 class LookupReply(Reply, tag="lookup_ok"):
     """`matched_blocks` can be loaded; split into `staging`, `in_flight` and `nvme` (they add up).
 
-    `ready_ms`: estimate until the whole match is in staging. `hosts`: leading blocks in each other host's own tiers.
-    `miss`: why the block after the match is not here. `staleness_ms` bounds the age of host residency.
+    `ready_ms`: estimate until the whole match is in staging. `miss`: why the block after the match is not here
+    (``explain`` says more), empty when the whole prompt is.
     """
 
     matched_blocks: int
@@ -281,9 +283,7 @@ class LookupReply(Reply, tag="lookup_ok"):
     in_flight: int = 0
     nvme: int = 0
     ready_ms: int = 0
-    hosts: dict[str, int] = {}
     miss: str = ""
-    staleness_ms: int = 0
 
 
 class Grant(Struct, kw_only=True, omit_defaults=True):

@@ -98,7 +98,7 @@ async def test_refs_of_a_retired_epoch_find_nothing() -> None:
         agents.add_epoch(small_space(epoch=1))
         assert agents.staging.where(ref) == "gone"
         assert [reason.reason for reason in explain(agents, 0, 1)] == ["epoch", "never_stored"]
-        agents.index.slot_evicted(ref, trio.current_time())
+        agents.index.slot_evicted(ref, trio.current_time(), "by a test")
         agents.index.forget_retired(old)
         assert agents.staging.where(ref) == "gone"
         assert agents.index.drops == {}

@@ -12,7 +12,7 @@ import trio
 from dpurt.client import Client
 from dpurt.client.admin import ask
 from dpurt.core.identity import digest_key
-from dpurt.errors import LocalProtocolError, RemoteProtocolError, SpaceMismatch
+from dpurt.errors import LocalProtocolError, RemoteAccessError, RemoteProtocolError, SpaceMismatch
 from dpurt.node import Node
 from dpurt.testing.faulty_bdev import Fault
 from dpurt.testing.node import PART_BYTES, running, small_config, small_host, small_space
@@ -695,3 +695,38 @@ async def test_a_demand_waits_for_the_prefetch_under_way_and_reads_nothing_twice
         before = node.bdev.stats.bytes_read
         assert statuses(await load(client, "q", *range(8))) == ["ok"] * 8
         assert node.bdev.stats.bytes_read - before == 8 * RECORD
+
+
+async def test_a_store_that_fails_on_the_way_gives_its_reservations_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await client.lookup("s", "r1", tokens(1, 2))
+
+        async def broken(pieces: object, deadline: float) -> None:
+            raise RemoteAccessError("node", "store", "made to fail by the test")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._present().endpoint, "store", broken)
+            with pytest.raises(RemoteProtocolError):
+                await client.store("s", "r1", tokens(1, 2), 0, payloads(1, 2))
+        await until(lambda: node.intake.num_reserved == 0)
+        assert await client.store("s", "r1", tokens(1, 2), 0, payloads(1, 2)) == ["stored", "stored"]
+
+
+async def test_a_lookup_says_why_the_block_after_the_match_is_not_here(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r1", 1, 2)
+        assert (await client.lookup("s", "r1", tokens(1, 2))).miss == ""
+        assert (await client.lookup("s", "r2", tokens(1, 2, 3))).miss == "never_stored"
+        block_id = node.index.spaces["s"].index.match(tokens(1, 2))[1]
+        node.index.drop(node.index.spaces["s"], int(block_id), "expired", trio.current_time())
+        assert (await client.lookup("s", "r3", tokens(1, 2, 3))).miss == "expired"
+
+
+async def test_an_arrival_hint_takes_digests_too(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        digests = [bytes([i]) * 32 for i in range(3)]
+        assert (await client.store("s", "r1", None, 0, payloads(1, 2, 3), digests=digests))[0] == "stored"
+        await client.hint(m.Hint(request="r2", kind="arrival", space="s", digests=digests))
+        assert len(await client.load("r2", 0, buffers(3))) == 3

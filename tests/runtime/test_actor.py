@@ -176,3 +176,20 @@ async def test_each_failure_is_logged_under_the_agents_name(autojump_clock: trio
     assert [entry["event"] for entry in logs] == ["agent_failed"] * 4
     assert {entry["agent"] for entry in logs} == {"fragile"}
     assert "bad message" in logs[0]["error"]
+
+
+async def test_an_actor_that_is_not_vital_gives_up_and_the_others_go_on(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    class Adviser(Fragile):
+        has_given_up = False
+
+        def give_up(self) -> None:
+            self.has_given_up = True
+
+    actor = Adviser()
+    for _ in range(4):
+        actor.tell("bad")
+    await supervise(actor, RestartPolicy(max_restarts=3, within_s=60.0, backoff_s=1.0, is_vital=False))
+    assert actor.has_given_up
+    assert len(actor.starts) == 4

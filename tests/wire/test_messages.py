@@ -57,7 +57,7 @@ REPLIES: list[m.Reply] = [
         fabric="tcp", fabric_reason="why", fabric_address={"host": "::1", "port": 9}, token=b"t" * 32,
         regions=[m.RegionInfo(region=1, size=4096, access="write")],
     ),
-    m.LookupReply(id=2, matched_blocks=3, matched_tokens=48, staging=1, nvme=2, ready_ms=1, hosts={"b": 1}),
+    m.LookupReply(id=2, matched_blocks=3, matched_tokens=48, staging=1, nvme=2, ready_ms=1, miss="evicted"),
     m.LoadReply(
         id=3, part_bytes=[1, 2],
         blocks=[
