@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import TracebackType
 
 import trio
 
@@ -129,6 +129,27 @@ class _Run:
     writing: _Writing
     images: list[memoryview]
     length: int
+
+
+class _GivingBack:
+    """See `BlockStore._giving_back`. A class, since every read passes through one."""
+
+    __slots__ = ("_segment", "_store")
+
+    def __init__(self, store: BlockStore, segment: int) -> None:
+        self._store = store
+        self._segment = segment
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, BdevTimeout):
+            self._store._unhold_when_settled(self._segment, error)
+        else:
+            self._store._log.unhold(self._segment)
 
 
 class BlockStore:
@@ -507,11 +528,15 @@ class BlockStore:
     async def _read_extents(
         self, extents: Sequence[tuple[int, int]], offset: int, image: memoryview, deadline: float
     ) -> None:
-        reads = [
-            partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
-            for start, stop in extents
-        ]
-        raise_as_one(await run_batch(reads))
+        if len(extents) == 1:
+            [(start, stop)] = extents
+            await self._bdev.read_into(offset + start, [image[start:stop]], deadline)
+        else:
+            reads = [
+                partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
+                for start, stop in extents
+            ]
+            raise_as_one(await run_batch(reads))
         self._counters.bytes_read += sum(stop - start for start, stop in extents)
 
     def _check_wanted(self, header: RecordHeader, key: bytes, shard: int) -> None:
@@ -524,18 +549,9 @@ class BlockStore:
 
     # --- inside: holds ---
 
-    @contextmanager
-    def _giving_back(self, segment: int) -> Iterator[None]:
+    def _giving_back(self, segment: int) -> _GivingBack:
         """Give a hold back at the end or, where the device may still be at it, once it has settled."""
-        try:
-            yield
-        except BdevTimeout as timeout:
-            self._unhold_when_settled(segment, timeout)
-            raise
-        except BaseException:
-            self._log.unhold(segment)
-            raise
-        self._log.unhold(segment)
+        return _GivingBack(self, segment)
 
     def _unhold_when_settled(self, segment: int, timeout: BdevTimeout) -> None:
         async def settle() -> None:

@@ -2,7 +2,8 @@
 
 What can be answered at once (lookup, hint, release, reserve ...) is answered in the receive loop itself, without a task
 switch. What waits (load, commit) runs in a task of its own, at most `max_inflight_per_client` a client, each with the
-deadline its message carries. A host that stops reading is cut off. Sessions and scopes are in `dpurt.agents.hosts`.
+deadline its message carries. What an answer does not depend on (telling staging and prefetch of an arrival) is done right
+after it was sent, in the same step. A host that stops reading is cut off. Sessions and scopes are in `dpurt.agents.hosts`.
 
 Restart: the sockets are bound again, to the same address; requests in hand are never answered. To a new socket every host
 is a stranger: it is told ``no_session`` and says hello again, and its old session ends with its link.
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import structlog
 import trio
 import zmq
+from numpy.typing import NDArray
 
 from dpurt.config import Config
 from dpurt.core.events import (
@@ -49,6 +52,7 @@ from .staging import Acquired, StagingAgent
 
 log = structlog.get_logger()
 WATCH_S = 0.25
+BATCH = 16  # messages handled between two looks at the rest of the node
 UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
 UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
 
@@ -85,6 +89,7 @@ class GatewayAgent(Actor[None]):
         self.on_drain: Callable[[], None] = lambda: None
         self._socket: ZmqSocket | None = None
         self._nursery: trio.Nursery | None = None
+        self._afterwards: list[Callable[[], None]] = []
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
             m.Cancel: self._cancel, m.Explain: self._explain, m.Stats: self._stats, m.Ping: self._ping,
@@ -127,11 +132,14 @@ class GatewayAgent(Actor[None]):
 
     async def _serve_hosts(self, socket: ZmqSocket) -> None:
         while True:
-            frames = await socket.recv_frames()
-            self.messages += 1
-            self._on_message(frames)
+            self._on_message(await socket.recv_frames())
+            for _ in range(BATCH - 1):
+                if (frames := socket.try_recv_frames()) is None:
+                    break
+                self._on_message(frames)
 
     def _on_message(self, frames: Sequence[zmq.Frame]) -> None:
+        self.messages += 1
         routing_id = frames[0].bytes
         key = user_id(frames) if self.config.gateway.curve is not None else None
         session = self.hosts.session_of(routing_id, key)
@@ -150,6 +158,8 @@ class GatewayAgent(Actor[None]):
             return
         if reply is not None and request.id:
             self._send(routing_id, reply)
+        while self._afterwards:
+            self._afterwards.pop()()
 
     def _dispatch(
         self, routing_id: bytes, key: str | None, session: Session | None, request: m.AnyRequest
@@ -227,12 +237,19 @@ class GatewayAgent(Actor[None]):
 
     def _arrive(
         self, session: Session, state: SpaceState, request: str,
-        tokens: bytes | None, digests: list[bytes] | None, shard: int, ids: np.ndarray[tuple[int], np.dtype[np.int32]],
+        tokens: bytes | None, digests: list[bytes] | None, shard: int, ids: NDArray[np.int32],
     ) -> None:  # fmt: skip
         scope = self.hosts.open_scope(session, request, state, tokens, digests, shard)
         scope.handles = state.index.handles(ids)
+        self._afterwards.append(partial(self._note_arrival, session, scope, ids))
+
+    def _note_arrival(self, session: Session, scope: Scope, ids: NDArray[np.int32]) -> None:
+        """The chain was used, and will be again in a moment."""
+        if session.scopes.get(scope.request) is not scope:
+            return  # the host did not take the answer, and is gone
+        state = scope.state
         self._index.touch(state, ids, scope.used_at)
-        refs = state.refs(scope.handles.tolist(), shard)
+        refs = state.refs(scope.handles.tolist(), scope.shard)
         self._staging.touch(state, refs, scope.used_at)
         self._observe(Arrived(scope.sequence, Owner(state.name, state.space.tenant), tuple(refs)))
 
@@ -420,11 +437,17 @@ class GatewayAgent(Actor[None]):
 
     async def _commit(self, session: Session, request: m.Commit, deadline: float) -> m.CommitReply:
         scope = self.hosts.scope(session, request.request)
-        with trio.move_on_at(deadline):
-            statuses = await self._intake.commit(session.number, request.blocks, deadline)
+        with trio.move_on_at(deadline) as limit:
+            scope.commits.add(limit)
+            try:
+                statuses = await self._intake.commit(session.number, request.blocks, deadline)
+            finally:
+                scope.commits.discard(limit)
             self._catch_up(scope)
             self._count_stores(session, scope.state, statuses)
             return m.CommitReply(id=request.id, statuses=statuses)
+        if session.scopes.get(scope.request) is not scope:
+            raise Refusal("cancelled", f"request {request.request!r} ended")
         raise Refusal("deadline", "the commit did not end in its time; uncommitted blocks were given back")
 
     @staticmethod

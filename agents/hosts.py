@@ -259,6 +259,8 @@ class Hosts:
         """End a scope; how many leases and reservations it held. `event` tells the predictors why."""
         del session.scopes[scope.request]
         session.prompt_bytes -= scope.prompt_bytes
+        for commit in scope.commits:
+            commit.cancel()
         count = self._staging.end_scope(scope.number, host_may_read=host_may_read)
         count += self._intake.end_scope(scope.number)
         self._observe(event)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import trio
 from numpy.typing import NDArray
 
 from dpurt.agents.spaces import SpaceState
@@ -28,6 +29,7 @@ class Scope:
     opened_at: float
     used_at: float
     prompt_bytes: int = 0
+    commits: set[trio.CancelScope] = field(default_factory=set)  # under way: they end with the scope
 
     @property
     def sequence(self) -> int:

@@ -72,8 +72,8 @@ class SpaceState:
 
     def refs(self, handles: Iterable[int], shard: int) -> list[int]:
         """`ref` for many handles (plain ints)."""
-        shards, number = self.num_shards, self.number
-        return [((handle * shards + shard) << NUMBER_BITS) | number for handle in handles]
+        step, first = self.num_shards << NUMBER_BITS, (shard << NUMBER_BITS) + self.number
+        return [handle * step + first for handle in handles]
 
     def unref(self, ref: int) -> tuple[int, int]:
         """(handle, shard) of a ref of this state."""

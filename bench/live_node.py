@@ -88,7 +88,7 @@ class LiveNode:
             await client.finish("fill")
 
 
-def _topology(shapes: list[Shape], folder: Path, flash_bytes: int) -> str:
+def _topology(shapes: list[Shape], folder: Path, flash_bytes: int, prefetch: bool) -> str:
     total = sum(shape.slots * shape.record_bytes for shape in shapes)
     spaces = "".join(shape.to_toml(shape.slots * shape.record_bytes / total) for shape in shapes)
     inbound = max(STORE_BLOCKS * shape.num_parts * shape.part_bytes for shape in shapes)
@@ -115,16 +115,20 @@ name = "{HOST}"
 spaces = [{names}]
 fabrics = ["shm"]
 inbound_bytes = {inbound}
+[prefetch]
+enabled = {"true" if prefetch else "false"}
 """
 
 
 @contextmanager
-def live_node(shapes: list[Shape], flash_bytes: int = 256 << 20) -> Iterator[LiveNode]:
+def live_node(
+    shapes: list[Shape], *, flash_bytes: int = 256 << 20, prefetch: bool = True
+) -> Iterator[LiveNode]:
     """Start a node with these spaces; it ends with the block."""
     with tempfile.TemporaryDirectory(prefix="dpurt-bench-") as name:
         folder = Path(name)
         path = folder / "bench.toml"
-        path.write_text(_topology(shapes, folder, flash_bytes))
+        path.write_text(_topology(shapes, folder, flash_bytes, prefetch))
         with NodeProcess(path, folder / "run", folder / "node.log") as process:
             yield LiveNode(process, load_config(path))
 
@@ -173,7 +177,7 @@ def bare_host(node: LiveNode) -> Iterator[BareHost]:
 def node_conditions() -> dict[str, object]:
     """What every control-path figure depends on."""
     return {
-        "node": "dpurt serve in its own process, memory bdev, prefetch on (all default predictors)",
+        "node": "dpurt serve in its own process on a memory bdev",
         "python": platform.python_version(),
         "zmq": zmq.zmq_version(),
         "load": _load(),

@@ -123,12 +123,10 @@ class OperationQueue:
             self._launch(operation)
 
     async def _wait(self, operation: Operation, deadline: float) -> None:
-        with trio.CancelScope(deadline=deadline):
-            try:
-                await operation.answered.wait()
-            except trio.Cancelled:
-                self._give_up(operation)
-                raise
+        if operation.answered.is_set():  # already: memory is that fast
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await self._wait_until(operation, deadline)
         if operation.is_abandoned or not operation.is_launched:
             self.stats.timeouts += 1
             raise BdevTimeout(
@@ -138,6 +136,14 @@ class OperationQueue:
             self.stats.errors += 1
             raise operation.error
         self._count(operation)
+
+    async def _wait_until(self, operation: Operation, deadline: float) -> None:
+        with trio.CancelScope(deadline=deadline):
+            try:
+                await operation.answered.wait()
+            except trio.Cancelled:
+                self._give_up(operation)
+                raise
 
     def _give_up(self, operation: Operation) -> None:
         if operation.answered.is_set():

@@ -16,14 +16,16 @@ Admission. A prediction is refused at once, for a reason that is counted, if it 
   `late_ok_s`;
 - ``over_budget``: too many wait already.
 
-Otherwise it *waits*. Order: by latest useful start, in quanta of `quantum_s`, so that deadlines rule; within
-a quantum by value per byte = probability x time saved / bytes, where the time saved is that of the demand
-read or of the recompute, whichever is shorter. Ties are broken by need, then by job number, so a replay
-repeats itself.
+Otherwise it *waits*. Order: the *sure* ones (more likely used than not) before the others; then by latest
+useful start, in quanta of `quantum_s`, so that deadlines rule; within a quantum by value per byte =
+probability x time saved / bytes, where the time saved is that of the demand read or of the recompute,
+whichever is shorter. Ties are broken by need, then by job number, so a replay repeats itself.
 
 Issue. The first waiting one goes to the device while there is a queue place, bandwidth left after what demand
-reads have queued (a token bucket: demand is always first), and staging for it. One that waits past its use is
-refused ``over_budget``.
+reads have queued (a token bucket: demand is always first), and staging for it. A prefetch holds up each
+demand read that comes behind it for its whole length, and saves one at best. So while demand reads are queued,
+or were within `quiet_s`, only sure ones that must start within `pressing_s` are issued; the others wait for a
+quiet moment. One that waits past its use is refused ``over_budget``.
 
 Throttle. For each predictor the arbiter keeps what it promised (the sum of probabilities of its issued jobs)
 and what came true, both forgotten slowly. Their ratio, at most 1, scales its later probabilities: a predictor
@@ -49,7 +51,7 @@ from dpurt.core.predictor import Prediction
 class Budget:
     """What prefetch may use. `bandwidth_bytes_per_s` is the device's share prefetch and demand reads have
     together; `staging_bytes` bounds bytes in flight plus staged and not yet used; `queue_depth` bounds jobs
-    in flight."""
+    in flight. For the times, see the module's docstring."""
 
     bandwidth_bytes_per_s: float
     staging_bytes: int
@@ -59,6 +61,8 @@ class Budget:
     late_ok_s: float = 0.05
     quantum_s: float = 0.25
     burst_s: float = 0.05
+    quiet_s: float = 0.05
+    pressing_s: float = 1.0
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
@@ -124,7 +128,8 @@ class Plan:
     refusals: list[Refusal] = field(default_factory=list)
 
 
-_Key = tuple[int, float, float, int]  # quantum of the latest start, -value per byte, need_by, job
+_Key = tuple[bool, int, float, float, int]  # unsure?, quantum of the latest start, -value per byte, need_by, job
+SURE = 0.5
 NEVER = float("-inf")
 
 
@@ -174,6 +179,7 @@ class Arbiter:
         self._records: dict[str, _Record] = {}
         self._tokens = self._burst_bytes
         self._tokens_at: float = NEVER
+        self._demand_at: float = NEVER  # when demand reads were last seen queued
         self._wakeup: float | None = None
 
     def plan(self, predictions: Iterable[Prediction], view: StagingView, now: float) -> Plan:
@@ -263,7 +269,7 @@ class Arbiter:
         saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
         job = Job(self._next_job, prediction, num_bytes)
         self._next_job += 1
-        key = self._key(need_by - read_s, probability * saved_s / num_bytes, need_by, job.number)
+        key = self._key(probability < SURE, read_s, probability * saved_s / num_bytes, need_by, job.number)
         self._waiting[job.number] = _Waiting(job, key)
         self._job_of[block, mask] = job.number
         heapq.heappush(self._order, key)
@@ -303,8 +309,8 @@ class Arbiter:
         record.throttled += 1
         return record.throttled % self.PROBE_EVERY == 0
 
-    def _key(self, latest_start: float, value: float, need_by: float, number: int) -> _Key:
-        return (int(latest_start // self.budget.quantum_s), -value, need_by, number)
+    def _key(self, is_unsure: bool, read_s: float, value: float, need_by: float, number: int) -> _Key:
+        return (is_unsure, int((need_by - read_s) // self.budget.quantum_s), -value, need_by, number)
 
     def _hasten(self, number: int, prediction: Prediction) -> None:
         """A waiting job is wanted once more: it takes the earlier place of the two."""
@@ -313,9 +319,9 @@ class Arbiter:
             return
         read_s = self.budget.read_s(waiting.job.record_bytes)
         probability = prediction.probability * self._record(prediction.predictor).factor
-        value = max(-waiting.key[1], probability * read_s / waiting.job.record_bytes)
-        need_by = min(waiting.key[2], prediction.need_by)
-        key = self._key(need_by - read_s, value, need_by, number)
+        value = max(-waiting.key[2], probability * read_s / waiting.job.record_bytes)
+        need_by = min(waiting.key[3], prediction.need_by)
+        key = self._key(waiting.key[0] and probability < SURE, read_s, value, need_by, number)
         if key < waiting.key:
             self._waiting[number] = _Waiting(waiting.job, key)
             heapq.heappush(self._order, key)
@@ -332,9 +338,16 @@ class Arbiter:
             return
         room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)
         self._refill(now)
-        spendable = self._tokens - view.demand_backlog_bytes()
+        backlog = view.demand_backlog_bytes()
+        if backlog:
+            self._demand_at = now
+        spendable = self._tokens - backlog
+        quiet_at = self._demand_at + self.budget.quiet_s
         while (waiting := self._first(view, now, plan)) is not None:
             if len(self._flying) >= self.budget.queue_depth or waiting.job.record_bytes > room:
+                break
+            if now < quiet_at and not self._is_pressing(waiting, now):
+                self._wakeup = quiet_at
                 break
             if spendable <= 0:
                 # demand reads end without an event of ours: look again soon, not when tokens alone allow
@@ -345,25 +358,30 @@ class Arbiter:
             room -= waiting.job.record_bytes
             spendable -= waiting.job.record_bytes
         if self._waiting and self._wakeup is None:
-            self._wakeup = self._order[0][2] + self.budget.late_ok_s
+            self._wakeup = self._order[0][3] + self.budget.late_ok_s
 
     def _first(self, view: StagingView, now: float, plan: Plan) -> _Waiting | None:
         """The first waiting job that is still worth a fetch; refuses those before it that are not."""
         while self._order:
             key = self._order[0]
-            waiting = self._waiting.get(key[3])
+            waiting = self._waiting.get(key[4])
             if waiting is None or waiting.key != key:
                 heapq.heappop(self._order)
                 continue
             prediction = waiting.job.prediction
             where = view.where(prediction.block, prediction.parts_mask)
-            if where == "nvme" and now < key[2] + self.budget.late_ok_s:
+            if where == "nvme" and now < key[3] + self.budget.late_ok_s:
                 return waiting
             heapq.heappop(self._order)
-            self.withdraw(key[3])
+            self.withdraw(key[4])
             reason = "over_budget" if where == "nvme" else _ELSEWHERE[where]
-            plan.refusals.append(Refusal(prediction, reason, key[3], was_waiting=True))
+            plan.refusals.append(Refusal(prediction, reason, key[4], was_waiting=True))
         return None
+
+    def _is_pressing(self, waiting: _Waiting, now: float) -> bool:
+        is_unsure, _, _, need_by, _ = waiting.key
+        latest_start = need_by - self.budget.read_s(waiting.job.record_bytes)
+        return not is_unsure and latest_start <= now + self.budget.pressing_s
 
     def _launch(self, waiting: _Waiting, plan: Plan) -> None:
         heapq.heappop(self._order)

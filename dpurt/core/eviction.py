@@ -204,12 +204,14 @@ class _AgeOrder:
     def append(self, block: int) -> None:
         self._order[block] = None
 
-    def renew(self, block: int) -> None:
-        """Make a block, if it is here, the newest."""
-        if block in self._order:
-            self._order.move_to_end(block)
-        elif self._aside.discard(block):
-            self._order[block] = None
+    def renew(self, blocks: Iterable[int]) -> None:
+        """Make those of the blocks that are here the newest, the last one newest of all."""
+        order, renew = self._order, self._order.move_to_end
+        for block in blocks:
+            if block in order:
+                renew(block)
+            elif self._aside and self._aside.discard(block):
+                order[block] = None
 
     def unheld(self, block: int) -> None:
         """The hold on `block`, which need not be in here, has just ended."""
@@ -284,8 +286,7 @@ class Lru(Fifo):
     name = "lru"
 
     def touch(self, blocks: Iterable[int], now: float) -> None:
-        for block in blocks:
-            self._order.renew(block)
+        self._order.renew(blocks)
 
 
 class _Keyed:
@@ -448,7 +449,7 @@ class S3Fifo:
 
     def _move_on(self, block: int, queue: _AgeOrder) -> None:
         if queue is self._main:
-            self._main.renew(block)
+            self._main.renew((block,))
             self._count[block] -= 1
         else:
             self._small.discard(block)

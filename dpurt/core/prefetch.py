@@ -19,8 +19,9 @@ ones by a `CancelFetch`, all booked as cancelled before `handle` returns (U23). 
 (a conversation's predicted return) is cancelled by none. A sequence unheard of for `forget_s` is treated as
 gone.
 
-Protection. `is_wanted` names blocks a live sequence is expected to ask for; evict others first (U18). The
-interest ends with the first demand of the block, or `PROTECT_S` after the predicted need.
+Protection. `is_wanted` names blocks to spare if others can be evicted (U18): what a live sequence matched when
+it arrived and has not asked for yet, and what it is predicted to ask for. A predicted interest ends with the
+first demand of the block, or `PROTECT_S` after the predicted need.
 
 Cost: in proportion to the event and the predictions it causes. Memory: live sequences, open jobs, the
 predictors' bounded tables.
@@ -37,6 +38,7 @@ from dpurt.core.arbiter import Arbiter, Job, StagingView
 from dpurt.core.events import (
     NOBODY,
     Arrived,
+    Consumed,
     Demanded,
     Dropped,
     Event,
@@ -88,10 +90,13 @@ class PrefetchStats:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A live sequence: whose it is, when we last heard of it, and its jobs that have not landed."""
+    """A live sequence: whose it is, when we last heard of it, the blocks it matched, how many of these it has asked
+    for, and its jobs that have not landed."""
 
     owner: Owner
     heard_at: float
+    blocks: tuple[int, ...] = ()
+    cursor: int = 0
     jobs: set[int] = field(default_factory=set)
 
 
@@ -119,11 +124,13 @@ class PrefetchCore:
         self._forget_s = forget_s
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # the one heard of longest ago first
         self._waiters: dict[int, set[int | None]] = {}  # job not landed -> sequences; None never leaves
+        self._ahead: dict[int, int] = {}  # block -> live sequences that matched it and have not asked for it yet
         self._wanted_until: dict[int, float] = {}
         self._sweep_at = 1024  # expired interests are swept out when there are this many
         self._commands: list[Command] = []
         self._reactions: dict[type[Event], Callable[[Any, float], None]] = {
             Arrived: self._arrived,
+            Consumed: self._consumed,
             Demanded: self._demanded,
             Staged: self._staged,
             FetchFailed: self._fetch_failed,
@@ -172,7 +179,7 @@ class PrefetchCore:
 
     def is_wanted(self, block: int, now: float) -> bool:
         """A live sequence is expected to ask for the block soon. Holds for the present call."""
-        return self._wanted_until.get(block, now) > now
+        return block in self._ahead or self._wanted_until.get(block, now) > now
 
     def stats(self) -> PrefetchStats:
         """A snapshot of counters. Costs a pass over the ledger's rows."""
@@ -190,11 +197,28 @@ class PrefetchCore:
     # --- events
 
     def _arrived(self, event: Arrived, now: float) -> None:
-        known = self._sequences.get(event.sequence)
-        if known is None:
-            self._sequences[event.sequence] = _Sequence(event.owner, now)
-        else:
-            known.owner = event.owner
+        sequence = self._sequences.setdefault(event.sequence, _Sequence(event.owner, now))
+        sequence.owner = event.owner
+        self._pass(sequence, len(sequence.blocks))
+        sequence.blocks, sequence.cursor = event.blocks, 0
+        ahead = self._ahead
+        for block in event.blocks:
+            ahead[block] = ahead.get(block, 0) + 1
+
+    def _consumed(self, event: Consumed, now: float) -> None:
+        sequence = self._sequences.get(event.sequence)
+        if sequence is not None:
+            self._pass(sequence, event.first + event.count)
+
+    def _pass(self, sequence: _Sequence, cursor: int) -> None:
+        """The sequence has asked for its blocks before `cursor`, or will not."""
+        ahead = self._ahead
+        for block in sequence.blocks[sequence.cursor : cursor]:
+            if ahead[block] == 1:
+                del ahead[block]
+            else:
+                ahead[block] -= 1
+        sequence.cursor = max(sequence.cursor, cursor)
 
     def _demanded(self, event: Demanded, now: float) -> None:
         self._wanted_until.pop(event.block, None)
@@ -236,7 +260,9 @@ class PrefetchCore:
 
     def _ended(self, event: Finished | SequenceGone, now: float) -> None:
         self._cancel_jobs_of(event.sequence)
-        self._sequences.pop(event.sequence, None)
+        sequence = self._sequences.pop(event.sequence, None)
+        if sequence is not None:
+            self._pass(sequence, len(sequence.blocks))
 
     # --- sequences
 

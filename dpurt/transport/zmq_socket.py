@@ -24,7 +24,8 @@ All calls are made on the Trio thread. Closed and vanished ends raise Trio's own
 `trio.ClosedResourceError` (we closed it), `trio.BrokenResourceError` (the addressed peer of a ROUTER is
 gone). Message content is for `dpurt.wire` to judge; here only
 sizes are bounded: libzmq disconnects a peer that sends a frame over `max_message_bytes`, and messages of more
-than `max_parts` frames are dropped and counted. Without CURVE libzmq still speaks ZMTP 1.0, which has no
+than `max_parts` frames come up without those beyond, and are counted (skipping them here would let a flood of
+them keep the loop for itself). Without CURVE libzmq still speaks ZMTP 1.0, which has no
 greeting, so *any* bytes sent to the port may come up as a message: expect junk. With CURVE they never do.
 """
 
@@ -57,6 +58,8 @@ __all__ = [
 ]
 
 ROUTER_RETRY_S = 0.01
+_DONTWAIT = int(zmq.DONTWAIT)  # a plain int costs libzmq's wrapper less than the enum
+_EVENTS = int(zmq.EVENTS)
 ZAP_DOMAIN = b"dpurt"
 Kind = Literal["DEALER", "ROUTER", "PUB", "SUB", "REP"]
 Part = bytes | memoryview | zmq.Frame
@@ -100,11 +103,11 @@ class SocketOptions:
 
 @dataclass(slots=True)
 class ZmqStats:
-    """Plain counters. `dropped`: received messages with too many parts."""
+    """Plain counters. `cut`: received messages with too many parts."""
 
     sent: int = 0
     received: int = 0
-    dropped: int = 0
+    cut: int = 0
 
 
 @contextmanager
@@ -190,19 +193,24 @@ class ZmqSocket:
 
     def try_recv(self) -> list[bytes] | None:
         """The next message if it is here, else None. Drains a batch without awaiting."""
-        return self._take(lambda: self._socket.recv_multipart(zmq.DONTWAIT))
+        frames = self.try_recv_frames()
+        return None if frames is None else [frame.bytes for frame in frames]
 
     def try_recv_frames(self) -> list[zmq.Frame] | None:
         """As `try_recv`, for frames."""
-        return self._take(lambda: self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
+        return self._attempt(self._receive)
 
-    def _take(self, receive: Callable[[], list[T]]) -> list[T] | None:
-        while (parts := self._attempt(receive)) is not None:
-            if len(parts) <= self.options.max_parts:
-                self.stats.received += 1
-                return parts
-            self.stats.dropped += 1
-        return None
+    def _receive(self) -> list[zmq.Frame]:
+        """A message's frames: once the first is here the others are, so this raises Again or gets them all."""
+        frame = self._socket.recv(_DONTWAIT, copy=False)
+        frames = [frame]
+        while frame.more:
+            frame = self._socket.recv(_DONTWAIT, copy=False)
+            if len(frames) <= self.options.max_parts:
+                frames.append(frame)
+        self.stats.received += 1
+        self.stats.cut += len(frames) > self.options.max_parts
+        return frames[: self.options.max_parts]
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -252,7 +260,7 @@ class ZmqSocket:
         flags.
         """
         try:
-            events = cast(int, self._socket.getsockopt(zmq.EVENTS))
+            events = cast(int, self._socket.getsockopt(_EVENTS))
         except zmq.ZMQError as error:
             raise _as_trio_error(error) from error
         if self._is_watched and events & self._wanted():

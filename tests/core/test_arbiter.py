@@ -95,11 +95,17 @@ def test_parts_of_a_block_are_jobs_of_their_own():
 
 def test_deadlines_rule_and_value_decides_within_a_quantum():
     arbiter = Arbiter(budget(queue_depth=0, quantum_s=1.0))
-    arbiter.plan([want(1, 9.5, 0.9), want(2, 5.2, 0.3), want(3, 5.8, 0.6), want(4, 5.9, 0.6)], View(), 0.0)
-    order = []
+    arbiter.plan([want(1, 9.5, 0.9), want(2, 5.2, 0.6), want(3, 5.8, 0.8), want(4, 5.9, 0.8)], View(), 0.0)
     arbiter.budget = budget(queue_depth=99, quantum_s=1.0)
     order = blocks(arbiter.plan([], View(), 0.0).fetches)
     assert order == [3, 4, 2, 1]
+
+
+def test_what_is_likelier_used_than_not_goes_before_what_is_not():
+    arbiter = Arbiter(budget(queue_depth=0))
+    arbiter.plan([want(1, 1.0, 0.4), want(2, 9.0, 0.6)], View(), 0.0)
+    arbiter.budget = budget()
+    assert blocks(arbiter.plan([], View(), 0.0).fetches) == [2, 1]
 
 
 def test_value_counts_the_shorter_of_read_and_recompute():
@@ -140,6 +146,21 @@ def test_demand_backlog_takes_the_bandwidth_first():
     assert arbiter.plan([want(1)], View(backlog=10 * MB), 0.0).fetches == []
     assert arbiter.next_wakeup() > 0.0
     assert blocks(arbiter.plan([], View(), 0.01).fetches) == [1]
+
+
+def test_while_demand_reads_are_queued_only_what_is_sure_and_pressing_goes():
+    arbiter = Arbiter(budget(pressing_s=1.0))
+    wanted = [want(1, need_by=0.5), want(2, need_by=3.0), want(3, need_by=0.5, probability=0.4)]
+    assert blocks(arbiter.plan(wanted, View(backlog=MB), 0.0).fetches) == [1]
+    assert blocks(arbiter.plan([], View(backlog=MB), 2.5).fetches) == [2]
+
+
+def test_the_others_go_when_no_demand_read_was_queued_for_a_while():
+    arbiter = Arbiter(budget(quiet_s=0.1))
+    assert arbiter.plan([want(1, probability=0.4)], View(backlog=MB), 0.0).fetches == []
+    assert arbiter.next_wakeup() == 0.1
+    assert arbiter.plan([], View(), 0.09).fetches == []
+    assert blocks(arbiter.plan([], View(), 0.1).fetches) == [1]
 
 
 def test_bandwidth_is_never_exceeded_beyond_a_burst():

@@ -1,5 +1,7 @@
 """The prefetch core: stories of events and commands, then random ones against the invariants."""
 
+from collections import Counter
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -199,9 +201,27 @@ def test_a_predicted_return_outlives_every_sequence():
     assert core.handle(SequenceGone(2), 2.0) == []
 
 
-def test_blocks_a_live_sequence_will_ask_for_are_wanted_until_it_does_or_time_is_up():
-    core = make_core()
-    arrive(core, blocks=(1, 2))
+def test_what_a_live_sequence_matched_is_wanted_until_it_asked_for_it_or_ended():
+    core = make_core(predictors=[])
+    arrive(core, 1, blocks=(1, 2, 3))
+    arrive(core, 2, blocks=(1, 4))
+    core.handle(Consumed(1, 0, 2), 1.0)
+    assert [core.is_wanted(block, 1.0) for block in (1, 2, 3, 4, 5)] == [True, False, True, True, False]
+    core.handle(Finished(2), 2.0)
+    assert [core.is_wanted(block, 2.0) for block in (1, 2, 3, 4, 5)] == [False, False, True, False, False]
+
+
+def test_a_sequence_that_arrives_again_wants_what_it_matches_now():
+    core = make_core(predictors=[])
+    arrive(core, 1, blocks=(1, 2))
+    arrive(core, 1, blocks=(2, 3))
+    assert [core.is_wanted(block, 0.0) for block in (1, 2, 3)] == [False, True, True]
+
+
+def test_what_a_sequence_is_predicted_to_touch_is_wanted_until_it_does_or_time_is_up():
+    core = make_core(predictors=[AttentionPrevious()])
+    arrive(core, blocks=())
+    core.handle(DecodeStep(1, 0, 0, (1, 2)), 0.0)
     assert core.is_wanted(1, 0.1)
     core.handle(Demanded(1, 1, "in_flight"), 0.2)
     assert not core.is_wanted(1, 0.2)
@@ -370,6 +390,12 @@ class CoreMachine(RuleBasedStateMachine):
     def waiters_and_sequences_agree(self):
         for number, sequence in self.core._sequences.items():
             assert sequence.jobs == {j for j, waiters in self.core._waiters.items() if number in waiters}
+
+    @invariant()
+    def what_is_ahead_is_what_live_sequences_have_not_passed(self):
+        sequences = self.core._sequences.values()
+        ahead = Counter(block for s in sequences for block in s.blocks[s.cursor :])
+        assert self.core._ahead == ahead
 
 
 TestCoreMachine = CoreMachine.TestCase

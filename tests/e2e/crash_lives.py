@@ -42,6 +42,7 @@ PAYLOAD = 4 * 4096
 TREES, TREE_BLOCKS = 24, 63  # in all about twice what the file holds
 SEGMENT = 1 << 18
 FILE = 48 * SEGMENT + (64 << 10)
+NEVER = -1
 CHECKED = 24  # chains a life loads at its start
 
 
@@ -75,12 +76,13 @@ def config_of(folder: Path) -> Config:
 
 
 class DyingBdev:
-    """Kills the process in its `last`-th operation from now, done by none, some or all of its bytes."""
+    """Kills the process in its `last`-th operation (or write) from now, done by none, some or all of its bytes."""
 
     def __init__(self, inner: Bdev, path: Path, last: int, rng: random.Random) -> None:
         self._inner = inner
         self._path = path
         self._left = last
+        self._only_writes = rng.random() < 0.7
         self._rng = rng
 
     @property
@@ -91,8 +93,8 @@ class DyingBdev:
     def stats(self) -> BdevStats:
         return self._inner.stats
 
-    def _is_last(self) -> bool:
-        self._left -= 1
+    def _is_last(self, *, is_write: bool = False) -> bool:
+        self._left -= is_write or not self._only_writes
         return self._left == 0
 
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
@@ -103,9 +105,10 @@ class DyingBdev:
     async def write_from(
         self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
     ) -> None:
-        if self._is_last():
+        if self._is_last(is_write=True):
             content = b"".join(buffers)
-            done = self._rng.choice([0, self._rng.randrange(len(content)) // 512 * 512, len(content)])
+            part = self._rng.randrange(len(content)) // 512 * 512
+            done = self._rng.choice([0, part, part, part, len(content)])
             with self._path.open("r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), content[:done], offset)
             die()
@@ -272,12 +275,12 @@ def one_life(folder: Path, number: int, seed: int) -> int:
     """Odd ones are killed by us, even ones in a device operation. Their exit code."""
     rng = random.Random(seed * 1000 + number)
     by_us = number % 2 == 1
-    last = 0 if by_us else rng.choice([rng.randint(1, 100), rng.randint(60, 400)])
+    last = NEVER if by_us else rng.randint(1, 60)
     child = os.fork()
     if child == 0:
         live(folder, last, rng, stay=True)
     if by_us:
-        time.sleep(rng.uniform(0.02, 0.6))
+        time.sleep(rng.uniform(0.02, 0.4))
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -286,7 +289,7 @@ def last_life(folder: Path, seed: int) -> int:
     """Everything that must be there is looked at."""
     child = os.fork()
     if child == 0:
-        live(folder, 0, random.Random(seed), stay=False)
+        live(folder, NEVER, random.Random(seed), stay=False)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

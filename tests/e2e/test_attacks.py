@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from dpurt.client import Client, connect
+from dpurt.client.trio_client import part_crcs
 from dpurt.config import Config
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.errors import RemoteAccessError, RemoteProtocolError
@@ -188,7 +189,7 @@ def mutants(frames: list[bytes], count: int, seed: int) -> Iterator[tuple[bytes,
     for _ in range(count):
         mutant = rng.choice(MUTATIONS)(rng.choice(frames), rng)
         if rng.random() < 1 / 30:
-            yield (mutant,) * rng.choice([2, 3, 30, 62])
+            yield (mutant,) * rng.choice([2, 3, 30, 62, 70])
         else:
             yield (mutant,)
 
@@ -739,3 +740,31 @@ async def test_a_failing_device_makes_an_epoch_bump_an_error_at_the_admin_socket
             assert node.index.spaces["s"].space.epoch == 1
             await store_and_load(client, 10)
             assert_sound(node)
+
+
+async def test_a_failed_store_of_one_shard_leaves_the_others_alone(tmp_path: Path) -> None:
+    """With two ranks: rank 0's block stays when rank 1 brings bad bytes for it, and a match needs both."""
+    async with visit(tmp_path, space=[small_space("s"), small_space("s2", tp_size=2)]) as v:
+        prompt = tokens(10, 11)
+
+        async def store(shard: int, *, spoil: bool = False) -> list[str]:
+            request = m.Reserve(space="s2", request=f"w{shard}", first=0, count=2, tokens=prompt, shard=shard)
+            reply = await v.raw.ask(request)
+            assert isinstance(reply, m.ReserveReply)
+            if reply.blocks[0].status != "reserved":
+                return [one.status for one in reply.blocks]
+            blocks = await v.write(reply.blocks, 10 + 100 * shard, 11 + 100 * shard)
+            for block in blocks if spoil else []:
+                block.crcs[0] ^= 1
+            return await v.commit(blocks, f"w{shard}")
+
+        assert await store(0) == ["stored"] * 2
+        assert await store(1, spoil=True) == ["checksum"] * 2
+        assert (await v.look_up("x", prompt, "s2")).matched_blocks == 0
+        assert await store(0) == ["exists"] * 2
+        assert await store(1) == ["stored"] * 2
+        assert (await v.look_up("x", prompt, "s2")).matched_blocks == 2
+        for shard in (0, 1):
+            reply = await v.load(request="x", count=2, shard=shard)
+            assert [grant.status for grant in reply.blocks] == ["ok"] * 2
+            assert reply.blocks[0].crcs == part_crcs(memoryview(payload(10 + 100 * shard)), PARTS)

@@ -22,6 +22,8 @@ from dpurt.demo.content import payload_of, tokens_of
 from dpurt.node import Node
 from dpurt.testing.faulty_bdev import Fault, FaultyBdev
 from dpurt.testing.node import BLOCK_TOKENS, FaultyNode, serving, small_config, spaces_of
+from dpurt.testing.raw_host import link_of, raw_host, write_reserved
+from dpurt.wire import messages as m
 
 PAYLOAD = 4 * 4096
 RECORD = 5 * 4096
@@ -424,3 +426,39 @@ async def test_on_a_slow_device_stores_wait_and_nothing_is_lost(tmp_path: Path) 
         await here.written()
         for chain in chains:
             assert await here.load(*chain) == ["ok"] * 6
+
+
+async def test_a_patient_host_does_not_lengthen_the_devices_deadline(tmp_path: Path) -> None:
+    async with site(config_of(tmp_path, deadline_s=0.2)) as here:
+        await here.store_on_flash(1, 2)
+        here.node.faulty.inject(Fault(op="read", kind="hang"))
+        with trio.fail_after(2):
+            assert (await here.load(1, 2, timeout_s=60.0))[0] == "late"
+        here.node.faulty.resume()
+
+
+@pytest.mark.parametrize("end", ["cancelled", "gone"])
+async def test_a_commit_that_waits_for_a_hung_device_ends_with_its_request(tmp_path: Path, end: str) -> None:
+    """Else its reservations would keep others from storing these blocks for as long as its deadline says."""
+    async with site(config_of(tmp_path, slots=8)) as here:
+        here.node.faulty.inject(Fault(op="write", kind="hang", count=MANY))
+        assert await here.store(1, 2, 3, 4) == ["stored"] * 4, "half of staging waits for the device"
+        async with raw_host(here.node.gateway.endpoint) as raw:
+            link = await link_of(await raw.hello(here.node.config, "host-b"))
+            reply = await raw.ask(m.Reserve(space="s", request="w", first=0, count=1, tokens=prompt(9)))
+            assert isinstance(reply, m.ReserveReply)
+            blocks = await write_reserved(link, reply.blocks, [payload(9)], [4096] * 4)
+            await raw.send(m.encode(m.Commit(id=77, request="w", blocks=blocks, deadline_ms=3_600_000)))
+            await trio.sleep(0.1)
+            assert here.node.intake.num_reserved == 1
+            if end == "cancelled":
+                await raw.ask(m.Cancel(request="w"))
+            else:
+                await link.aclose()
+            await trio.sleep(0.1)
+            assert here.node.intake.num_reserved == 0
+            await link.aclose()
+        here.node.faulty.clear()
+        here.node.faulty.resume()
+        await here.written()
+        assert await here.store(9) == ["stored"]
