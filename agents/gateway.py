@@ -106,20 +106,22 @@ class GatewayAgent(Actor[None]):
             recv_hwm=UNREAD_MESSAGES, send_hwm=UNREAD_REPLIES,
         )  # fmt: skip
         admin = SocketOptions(max_message_bytes=1 << 20, linger_ms=200)
-        with open_context() as context:
-            async with trio.open_nursery() as self._nursery:
+        with (
+            open_context() as context,
+            ZmqSocket(context, "ROUTER", options) as self._socket,
+            ZmqSocket(context, "ROUTER", admin) as door,
+        ):
+            async with (
+                trio.open_nursery() as self._nursery
+            ):  # ends first: whoever still answers needs a socket
                 if curve is not None:
                     await self._nursery.start(serve_zap, context, self.config.authorized_keys())
-                with (
-                    ZmqSocket(context, "ROUTER", options) as self._socket,
-                    ZmqSocket(context, "ROUTER", admin) as door,
-                ):
-                    self.endpoint = self._socket.bind(self.endpoint or gateway.bind)
-                    self._bind_admin(door)
-                    self._nursery.start_soon(self._watch)
-                    self._nursery.start_soon(self._serve_admin, door)
-                    task_status.started()
-                    await self._serve_hosts(self._socket)
+                self.endpoint = self._socket.bind(self.endpoint or gateway.bind)
+                self._bind_admin(door)
+                self._nursery.start_soon(self._watch)
+                self._nursery.start_soon(self._serve_admin, door)
+                task_status.started()
+                await self._serve_hosts(self._socket)
 
     def _bind_admin(self, door: ZmqSocket) -> None:
         path = self.config.node.run_path / "admin.sock"

@@ -82,7 +82,7 @@ class SpaceState:
     def block_id(self, handle: int) -> int:
         """The index's id of a handle, -1 when that record is gone."""
         table, block_id = self.index.table, handle & 0xFFFFFFFF
-        is_it = table.is_live(block_id) and table.generation[block_id] == handle >> 32
+        is_it = table.is_live(block_id) and table.generation.item(block_id) == handle >> 32
         return block_id if is_it and not self.retired else -1
 
     def handle(self, block_id: int) -> int:
@@ -91,11 +91,11 @@ class SpaceState:
 
     def slot_of(self, block_id: int, shard: int) -> int:
         """The slot the index knows for a shard, -1 when there is none."""
-        return int(self.index.table.where[block_id, FIRST_SLOT + shard])
+        return self.index.table.where.item(block_id, FIRST_SLOT + shard)
 
     def extent_of(self, block_id: int, shard: int) -> int:
         """The shard's place on the bdev, -1 when there is none."""
-        return int(self.index.table.where[block_id, self.index.table.first_extent + shard])
+        return self.index.table.where.item(block_id, self.index.table.first_extent + shard)
 
     def has_shard(self, block_id: int, shard: int) -> bool:
         """Is the shard on one of our tiers?"""
@@ -103,7 +103,7 @@ class SpaceState:
 
     def may_place(self, block_id: int, shard: int) -> bool:
         """Is the block's parent on our tiers, so that this one may be (closure)?"""
-        parent = int(self.index.table.parent[block_id])
+        parent = self.index.table.parent.item(block_id)
         return parent < 0 or self.has_shard(parent, shard)
 
     def payload_at(self, slot: int, part_start: int = 0) -> int:

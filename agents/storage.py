@@ -94,7 +94,7 @@ class StorageAgent(Actor[None]):
         (self._demand if job.is_demand else self._prefetch).append(job)
         if job.is_demand:
             self.bytes_wanted += job.state.layout.record_bytes
-        self._idle.unpark()
+        self._wake_worker()
 
     def promote(self, job: ReadJob) -> None:
         """Somebody waits for this prefetch now."""
@@ -104,7 +104,7 @@ class StorageAgent(Actor[None]):
         self.bytes_wanted += job.state.layout.record_bytes
         if not job.started:
             self._demand.append(job)  # its place in the prefetch queue is skipped later
-            self._idle.unpark()
+            self._wake_worker()
 
     def cancel(self, job: ReadJob) -> bool:
         """Take a read back that has not started. False: too late."""
@@ -117,7 +117,11 @@ class StorageAgent(Actor[None]):
     def write(self, job: WriteJob) -> None:
         """Queue a write."""
         self._writes.append(job)
-        self._idle.unpark()
+        self._wake_worker()
+
+    def _wake_worker(self) -> None:
+        if self._idle:
+            self._idle.unpark()
 
     @property
     def backlog(self) -> int:

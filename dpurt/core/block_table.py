@@ -101,7 +101,7 @@ class BlockTable:
 
     def is_live(self, block: int) -> bool:
         """Whether the id is in use."""
-        return 0 <= block < self.high_water and bool(self.parent[block] != FREE)
+        return 0 <= block < self.high_water and self.parent.item(block) != FREE
 
     def live(self) -> I32:
         """All ids in use."""

@@ -100,6 +100,15 @@ def _prefer_unprotected(candidates: Sequence[int], protect: Protect | None) -> i
     return candidates[0] if candidates else None
 
 
+def _choose(oldest: Callable[[int], Sequence[int]], protect: Protect | None) -> int | None:
+    """The victim among the `oldest` so many. The very oldest is mostly free to go, so it is asked for alone first."""
+    for first in oldest(1):
+        if protect is None or not protect(first):
+            return first
+        return next((block for block in oldest(LOOK)[1:] if not protect(block)), first)
+    return None
+
+
 def _look(protect: Protect | None) -> int:
     """How many candidates a search needs."""
     return 1 if protect is None else LOOK
@@ -273,7 +282,7 @@ class Fifo:
         self._order.unheld(block)
 
     def victim(self, now: float, protect: Protect | None = None) -> int | None:
-        return _prefer_unprotected(self._order.oldest(_look(protect)), protect)
+        return _choose(self._order.oldest, protect)
 
     def remove(self, block: int, *, evicted: bool) -> None:
         self._held.discard(block)
@@ -308,7 +317,7 @@ class _Keyed:
         self._heap.unheld(block)
 
     def victim(self, now: float, protect: Protect | None = None) -> int | None:
-        return _prefer_unprotected(self._heap.least(_look(protect)), protect)
+        return _choose(self._heap.least, protect)
 
     def remove(self, block: int, *, evicted: bool) -> None:
         self._held.discard(block)

@@ -124,7 +124,9 @@ class PrefetchCore:
         self._forget_s = forget_s
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # the one heard of longest ago first
         self._waiters: dict[int, set[int | None]] = {}  # job not landed -> sequences; None never leaves
-        self._ahead: dict[int, int] = {}  # block -> live sequences that matched it and have not asked for it yet
+        self._ahead: dict[
+            int, int
+        ] = {}  # block -> live sequences that matched it and have not asked for it yet
         self._wanted_until: dict[int, float] = {}
         self._sweep_at = 1024  # expired interests are swept out when there are this many
         self._commands: list[Command] = []

@@ -373,14 +373,17 @@ class PrefixIndex:
         return first + shard
 
     def _has_copy(self, block: int, shard: int) -> bool:
-        row = self.table.where[block]
-        return bool(row[FIRST_SLOT + shard] >= 0 or row[self.table.first_extent + shard] >= 0)
+        where = self.table.where
+        return (
+            where.item(block, FIRST_SLOT + shard) >= 0
+            or where.item(block, self.table.first_extent + shard) >= 0
+        )
 
     def _place_copy(self, block: int, shard: int, first: int, what: str, value: int) -> None:
-        column, parent = self._column(shard, first), int(self.table.parent[self._known(block)])
+        column, parent = self._column(shard, first), self.table.parent.item(self._known(block))
         if value < 0:
             raise ValueError(f"{what} must be >= 0, got {value}")
-        if self.table.where[block, column] >= 0:
+        if self.table.where.item(block, column) >= 0:
             raise ValueError(
                 f"block {block} shard {shard} already has {what} {self.table.where[block, column]}"
             )

@@ -124,6 +124,8 @@ class RecordLayout:
         """What must be read for the header and some parts: the least aligned [start, stop) pieces, merged
         where they touch.
         """
+        if parts_mask == self.all_parts:
+            return [(0, self.record_bytes)]
         merged = [(0, self.header_bytes)]
         for run in mask_runs(parts_mask):
             start, stop = self.extent(run)

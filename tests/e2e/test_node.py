@@ -725,7 +725,7 @@ async def test_a_lookup_says_why_the_block_after_the_match_is_not_here(tmp_path:
 
 
 async def test_an_arrival_hint_takes_digests_too(tmp_path: Path) -> None:
-    async with node_and_host(tmp_path) as (node, client):
+    async with node_and_host(tmp_path) as (_, client):
         digests = [bytes([i]) * 32 for i in range(3)]
         assert (await client.store("s", "r1", None, 0, payloads(1, 2, 3), digests=digests))[0] == "stored"
         await client.hint(m.Hint(request="r2", kind="arrival", space="s", digests=digests))
