@@ -53,6 +53,8 @@ __all__ = ["BlockStore", "Reclaim", "StoreFull", "StoreStats"]
 _BLANK_CHECK_BYTES = (
     1 << 20
 )  # covers the super blocks and labels of every common file system and volume manager
+_SAMPLES = 64
+_SAMPLE_BYTES = 64 << 10
 _MAX_RUN_BYTES = 4 << 20
 
 
@@ -190,7 +192,7 @@ class BlockStore:
         """Load the store on the device, or make one on a blank device; its superblock is written and read
         back.
 
-        A device with anything else in its first MiB is refused, unless `format` says that it may be
+        A device with anything else where `survey` looks is refused, unless `format` says that it may be
         overwritten (an existing store is loaded even then). `clock` gives wall-clock seconds. Raises
         ConfigError or BdevError.
         """
@@ -207,6 +209,15 @@ class BlockStore:
         store = cls(bdev, superblock, log, clock, deadline_s)
         await store._write_superblock(superblock)
         return store
+
+    @staticmethod
+    async def survey(bdev: Bdev, *, deadline_s: float = 10.0) -> None:
+        """ConfigError when the device holds anything but a store. Looks at its first MiB, its end, and 64 KiB at
+        each of 64 places in between; reads only.
+        """
+        deadline = trio.current_time() + deadline_s
+        if await _read_superblock(bdev, deadline) is None:
+            await _check_blank(bdev, deadline)
 
     # --- restart ---
 
@@ -580,15 +591,41 @@ def _make_log(superblock: Superblock, capacity_bytes: int) -> SegmentLog:
 
 async def _find_superblock(bdev: Bdev, deadline: float, *, may_overwrite: bool) -> Superblock | None:
     """The store's superblock, or None on a device that is blank or may be overwritten."""
-    head = aligned_buffer(min(_BLANK_CHECK_BYTES, bdev.info.size_bytes))
-    await bdev.read_into(0, [head], deadline)
-    found = sb.newest(head[:METADATA_BYTES])
-    if found is None and not may_overwrite and any(head):
-        raise ConfigError(
-            "$.store",
-            f"bdev {bdev.info.name} holds data that is not a dpurt store (or one whose superblocks are both damaged); "
-            "it is left untouched. To erase it, open it with format=True",
-        )
+    found = await _read_superblock(bdev, deadline)
     if found is None:
+        if not may_overwrite:
+            await _check_blank(bdev, deadline)
         await bdev.write_from(0, [aligned_buffer(METADATA_BYTES)], deadline)
     return found
+
+
+async def _read_superblock(bdev: Bdev, deadline: float) -> Superblock | None:
+    if bdev.info.size_bytes < METADATA_BYTES:
+        return None
+    head = aligned_buffer(METADATA_BYTES)
+    await bdev.read_into(0, [head], deadline)
+    return sb.newest(head)
+
+
+async def _check_blank(bdev: Bdev, deadline: float) -> None:
+    for offset, length in _places_to_look(bdev.info.size_bytes):
+        sample = aligned_buffer(length)
+        await bdev.read_into(offset, [sample], deadline)
+        if sample != bytes(length):
+            raise ConfigError(
+                "$.store",
+                f"bdev {bdev.info.name} holds data at {offset:,} that is not a dpurt store's (or both superblocks of one "
+                "are damaged); it is left untouched. If nobody needs it, `dpurt serve --format` makes a store of it",
+            )
+
+
+def _places_to_look(size: int) -> list[tuple[int, int]]:
+    """(offset, length) of the head, of samples spread over the rest, and of the end."""
+    if size <= _BLANK_CHECK_BYTES:
+        return [(0, size)]
+    stride = max(_SAMPLE_BYTES, size // _SAMPLES // HEADER_BLOCK * HEADER_BLOCK)
+    starts = [
+        *range(_BLANK_CHECK_BYTES, size - _SAMPLE_BYTES, stride),
+        max(_BLANK_CHECK_BYTES, size - _SAMPLE_BYTES),
+    ]
+    return [(0, _BLANK_CHECK_BYTES), *((start, min(_SAMPLE_BYTES, size - start)) for start in starts)]

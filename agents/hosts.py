@@ -202,7 +202,7 @@ class Hosts:
         if state is None:
             raise Refusal("unknown_space", f"space {name!r} was not part of this session's hello")
         if state.retired:
-            raise Refusal("stale_epoch", f"space {name!r} has a new epoch: say hello again")
+            raise Refusal("stale_epoch", f"space {name!r} has a new epoch: new weights need a new hello")
         self.check_shard(state, shard)
         return state
 
@@ -218,7 +218,9 @@ class Hosts:
         if scope is None:
             raise Refusal("unknown_request", f"request {request!r} has no scope (look it up first)")
         if scope.state.retired:
-            raise Refusal("stale_epoch", f"space {scope.state.name!r} has a new epoch: say hello again")
+            raise Refusal(
+                "stale_epoch", f"space {scope.state.name!r} has a new epoch: new weights need a new hello"
+            )
         self.check_shard(scope.state, shard)
         scope.used_at = trio.current_time()
         return scope
@@ -227,30 +229,39 @@ class Hosts:
         self, session: Session, request: str, state: SpaceState,
         tokens: bytes | None, digests: list[bytes] | None, shard: int,
     ) -> Scope:  # fmt: skip
-        """The scope of a request, made when there is none. It remembers the prompt."""
+        """The scope of a request, made when there is none. It remembers the longest form of its prompt.
+
+        While it is open the id stands for this one prompt: a load names blocks by their positions, so two prompts under
+        one id would serve each other's blocks.
+        """
         self.check_shard(state, shard)
         scope = session.scopes.get(request)
         if scope is not None and scope.state is not state:
             raise Refusal("malformed", f"request {request!r} belongs to space {scope.state.name!r}")
-        prompt_bytes = _prompt_bytes(tokens, digests)
-        total = session.prompt_bytes + prompt_bytes - (scope.prompt_bytes if scope is not None else 0)
+        if scope is not None and not scope.is_continued_by(tokens, digests):
+            raise Refusal("malformed", f"request {request!r} is open with another prompt: end it first")
+        prompt_bytes, known = _prompt_bytes(tokens, digests), scope.prompt_bytes if scope is not None else 0
+        total = session.prompt_bytes + prompt_bytes - known
         if total > self._config.gateway.max_prompt_bytes_per_client:
             raise Refusal("busy", f"the prompts of this client's open requests have {total} bytes")
         if scope is None:
-            scope = self._new_scope(session, request, state)
-        elif not scope.is_continued_by(tokens, digests):
-            scope.handles = EMPTY  # they are blocks of another prompt
-        session.prompt_bytes, scope.prompt_bytes = total, prompt_bytes
-        scope.tokens, scope.digests, scope.shard, scope.used_at = tokens, digests, shard, trio.current_time()
+            scope = self._new_scope(session, request, state, tokens, digests)
+        if prompt_bytes > known:
+            session.prompt_bytes, scope.prompt_bytes = total, prompt_bytes
+            scope.tokens, scope.digests = tokens, digests
+        scope.shard, scope.used_at = shard, trio.current_time()
         return scope
 
-    def _new_scope(self, session: Session, request: str, state: SpaceState) -> Scope:
+    def _new_scope(
+        self, session: Session, request: str, state: SpaceState,
+        tokens: bytes | None, digests: list[bytes] | None,
+    ) -> Scope:  # fmt: skip
         if self.is_draining:
             raise Refusal("draining", "this node is shutting down")
         if len(session.scopes) >= self._config.gateway.max_scopes_per_client:
             raise Refusal("busy", f"more than {len(session.scopes)} open requests")
         now = trio.current_time()
-        scope = Scope(next(self._scope_numbers), request, state, None, None, 0, EMPTY, now, now)
+        scope = Scope(next(self._scope_numbers), request, state, tokens, digests, 0, EMPTY, now, now)
         session.scopes[request] = scope
         self._staging.open_scope(scope.number, session.number)
         return scope

@@ -39,7 +39,8 @@ class Scope:
     def is_continued_by(self, tokens: bytes | None, digests: list[bytes] | None) -> bool:
         """Is this prompt the scope's, or a longer or shorter form of it?"""
         if tokens is not None and self.tokens is not None:
-            return tokens.startswith(self.tokens[: len(tokens)])
+            shorter, longer = sorted((tokens, self.tokens), key=len)
+            return longer.startswith(shorter)
         if digests is not None and self.digests is not None:
             return digests[: len(self.digests)] == self.digests[: len(digests)]
         return False

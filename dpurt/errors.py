@@ -51,7 +51,8 @@ class SpaceMismatch(DpurtError):
         shown = (
             "the values differ (secret)" if mine == "<secret>" else f"node has {mine!r}, host has {theirs!r}"
         )
-        super().__init__(f"space field {field!r} differs: {shown}")
+        advice = "; new weights need a new client" if field == "epoch" else ""
+        super().__init__(f"space field {field!r} differs: {shown}{advice}")
         self.field = field
         self.mine = mine
         self.theirs = theirs

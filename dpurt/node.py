@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +32,8 @@ from dpurt.agents.staging import StagingAgent
 from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev
 from dpurt.bdev.factory import open_bdev
-from dpurt.config import Config
+from dpurt.bdev.file import FileBdev
+from dpurt.config import Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.eviction import make_policy
 from dpurt.core.ledger import Ledger, Totals
@@ -55,8 +57,11 @@ ADVICE = RestartPolicy(is_vital=False)
 class Node:
     """One node. `await node.run()`; the rest is for those who look in from outside."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, may_format: bool = False) -> None:
+        """`may_format`: a device with somebody else's data becomes a store instead of being refused."""
         self.config = config
+        self._may_format = may_format
+        self.regions: list[MemfdRegion] = []
         self.started_at = 0.0
         self.rebuilt: dict[str, object] = {}
         self._numbers = 0
@@ -116,14 +121,25 @@ class Node:
     # --- building ---
 
     async def _open_bdev(self) -> Bdev:
-        bdev = self.config.bdev[0]
-        return await open_bdev(bdev.kind, **bdev.open_params(self.config))
+        spec = self.config.bdev[0]
+        params = spec.open_params(self.config)
+        if isinstance(spec, FileBdevConfig) and not self._may_format:
+            await self._survey(spec.full_path(self.config), spec.capacity(self.config))
+        return await open_bdev(spec.kind, **params)
+
+    @staticmethod
+    async def _survey(path: Path, size: int) -> None:
+        """Refuse somebody else's file before it is grown to the size of a store."""
+        if path.is_file() and 0 < path.stat().st_size < size:
+            async with aclosing(await FileBdev.open(path)) as bdev:
+                await BlockStore.survey(bdev)
 
     async def _open_store(self, bdev: Bdev) -> BlockStore:
         spec = self.config.bdev[0]
         return await BlockStore.open(
-            bdev, capacity_bytes=spec.capacity(self.config), segment_bytes=int(spec.segment_bytes),
-            clock=time.time, deadline_s=spec.deadline_s,
+            bdev, capacity_bytes=min(spec.capacity(self.config), bdev.info.size_bytes),  # free space changes
+            segment_bytes=int(spec.segment_bytes), clock=time.time, deadline_s=spec.deadline_s,
+            format=self._may_format,
         )  # fmt: skip
 
     def _build(self, bdev: Bdev) -> None:
@@ -134,7 +150,6 @@ class Node:
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
         self.fabric = FabricAgent(self._fabrics(access), {host.name: host.fabrics for host in config.host})
-        self.regions: list[MemfdRegion] = []
         self._make_spaces()
         core = self._prefetch_core()
         self.prefetch = PrefetchAgent(core, self.staging)

@@ -6,7 +6,9 @@ most `max_transfer_bytes`, one after the other; a short transfer goes on where i
 waits for completions and answers all that have ended in one go.
 
 A regular file is allocated to its full size when opened, so that the disk cannot fill up under us and `du`
-tells the truth; hence `deallocate` does nothing there, and discards on a block device. The file is locked:
+tells the truth; hence `deallocate` does nothing there, and discards on a block device. Where there is no room
+for it, the file is as it was before. No file is ever made in /dev: a device that is missing must not become a
+file in memory. The file is locked:
 two nodes on one file would destroy each other's blocks; a block device in use by a file system is refused by
 the kernel (O_EXCL). Where O_DIRECT is refused the file is opened buffered, `info.detail["buffered"]` says
 why, and requests are submitted from a thread.
@@ -256,14 +258,20 @@ def _punch_hole(fd: int, offset: int, length: int) -> None:
 
 
 def _open_file(path: Path, size_bytes: int | None) -> _OpenedFile:
-    is_block_device = path.exists() and stat.S_ISBLK(path.stat().st_mode)
+    is_new = not path.exists()
+    is_block_device = not is_new and stat.S_ISBLK(path.stat().st_mode)
+    if not is_block_device and _is_in_dev(path):
+        raise OSError(errno.ENODEV, "is no block device, and dpurt makes no files in /dev")
     flags = os.O_RDWR | (os.O_EXCL if is_block_device else 0)
     if size_bytes is not None and not is_block_device:
         flags |= os.O_CREAT
     fd, reason = _open_direct(path, flags)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        size = _usable_size(fd, size_bytes, is_block_device)
+        if is_block_device:
+            size = _device_size(fd, size_bytes)
+        else:
+            size = _allocate(fd, path, size_bytes, is_new)
     except BlockingIOError as error:
         os.close(fd)
         raise OSError(error.errno, "another process uses this file") from error
@@ -283,11 +291,32 @@ def _open_direct(path: Path, flags: int) -> tuple[int, str | None]:
     return os.open(path, flags, 0o600), "the file system refuses O_DIRECT"
 
 
-def _usable_size(fd: int, wanted: int | None, is_block_device: bool) -> int:
+def _is_in_dev(path: Path) -> bool:
+    real = path.resolve()
+    return real.is_relative_to("/dev") and not real.is_relative_to("/dev/shm")
+
+
+def _device_size(fd: int, wanted: int | None) -> int:
     size = os.lseek(fd, 0, os.SEEK_END)
-    if wanted is not None and wanted > size and is_block_device:
+    if wanted is not None and wanted > size:
         raise OSError(errno.ENOSPC, f"the device has {size} bytes, {wanted} were asked for")
-    if wanted is not None and not is_block_device:
-        os.posix_fallocate(fd, 0, wanted)
-        size = wanted
     return (wanted or size) // _BLOCK_SIZE * _BLOCK_SIZE
+
+
+def _allocate(fd: int, path: Path, wanted: int | None, is_new: bool) -> int:
+    """The usable size of a regular file, after it has got all of its blocks. Undone if it cannot have them."""
+    before = os.fstat(fd).st_size
+    if 0 < before < _BLOCK_SIZE:
+        raise OSError(
+            errno.EINVAL, f"holds {before} bytes that are not a store's; remove it if nobody needs it"
+        )
+    if wanted is None:
+        return before // _BLOCK_SIZE * _BLOCK_SIZE
+    try:
+        os.posix_fallocate(fd, 0, wanted)
+    except OSError:
+        os.ftruncate(fd, before)
+        if is_new:
+            path.unlink()
+        raise
+    return wanted // _BLOCK_SIZE * _BLOCK_SIZE

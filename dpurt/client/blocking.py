@@ -42,11 +42,14 @@ class BlockingClient:
         fabrics: Sequence[str] = ("shm", "tcp"),
         timeout_s: float = 5.0,
         curve: CurveClient | None = None,
+        epochs: Mapping[str, int] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._endpoint = endpoint
         self._ready: Future[_Loop] = Future()
-        settings = dict(host=host, spaces=spaces, fabrics=fabrics, timeout_s=timeout_s, curve=curve)
+        settings = dict(
+            host=host, spaces=spaces, fabrics=fabrics, timeout_s=timeout_s, curve=curve, epochs=epochs
+        )  # fmt: skip
         self._thread = threading.Thread(
             target=self._main, args=(endpoint, settings), name="dpurt-client", daemon=True
         )
@@ -92,7 +95,7 @@ class BlockingClient:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview],
+        into: Sequence[memoryview | bytearray],
         *,
         parts: tuple[int, int] | None = None,
         shard: int = 0,
@@ -190,11 +193,15 @@ class BlockingClient:
         tokens: bytes | None = None,
         *,
         digests: Sequence[bytes] | None = None,
+        shard: int = 0,
         timeout_s: float | None = None,
     ) -> list[m.Reason]:
         """See `Client.explain`."""
         return self._run(
-            timeout_s, lambda budget: self._client.explain(space, tokens, digests=digests, timeout_s=budget)
+            timeout_s,
+            lambda budget: self._client.explain(
+                space, tokens, digests=digests, shard=shard, timeout_s=budget
+            ),
         )
 
     def stats(self, timeout_s: float | None = None) -> dict[str, object]:

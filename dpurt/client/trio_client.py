@@ -6,6 +6,12 @@ its restart, or when it was silent during a whole call; between tries that faile
 costs a call nothing but an exception. A session is lost for all calls at once, and only once: who fails on an old one does
 not touch the next.
 
+Every session must be of the epochs of the first: after `dpurt epoch bump` (new weights) all calls raise `SpaceMismatch` for
+``epoch``, for what this engine computes or holds belongs to the old weights; one with the new weights makes a new client.
+
+A fabric that does not open (shared memory with a node on another machine, say) is left out of a second `hello`, so that the
+node picks the next one; `Client.fabric_failures` keeps why.
+
 Every byte a `load` hands back was checked against the CRC-32C the node stated for it, after it arrived. A block that does
 not check is reported ``checksum`` and its buffer's content must not be used.
 """
@@ -31,7 +37,7 @@ from dpurt.errors import (
     RemoteProtocolError,
     SpaceMismatch,
 )
-from dpurt.fabric import Endpoint, MemoryRegion, Piece
+from dpurt.fabric import Address, Endpoint, MemoryRegion, Piece
 from dpurt.fabric import connect as connect_fabric
 from dpurt.transport import CurveClient, SocketOptions, ZmqSocket, open_context
 from dpurt.wire import messages as m
@@ -77,18 +83,20 @@ async def connect(
     fabrics: Sequence[str] = ("shm", "tcp"),
     timeout_s: float = 5.0,
     curve: CurveClient | None = None,
+    epochs: Mapping[str, int] | None = None,
 ) -> AsyncIterator[Client]:
     """A client of the node at `endpoint`. Does not fail when the node is down: the calls do.
 
     `host` is this host's name in the node's topology, `spaces` the identities it will use, by their names there.
-    `fabrics` are those this host can use, best first. `curve` encrypts and authenticates the channel.
+    `fabrics` are those this host can use, best first. `curve` encrypts and authenticates the channel. `epochs` are the
+    spaces' epochs this engine's weights belong to, by name; of the others the client keeps those of its first session.
     """
     options = SocketOptions(
         curve=curve, max_message_bytes=MAX_REPLY_BYTES, linger_ms=200, queue_unconnected=False
     )
     with open_context() as context, ZmqSocket(context, "DEALER", options) as socket:
         socket.connect(endpoint)
-        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s)
+        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s, epochs or {})
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client._read)
@@ -109,7 +117,8 @@ class Client:
     """One host's conversation with one node. Made by `connect`. Methods may be called from several tasks.
 
     All raise `NodeUnavailable` when no node answers or the way to it breaks, `DeadlineExceeded` when it answers too late,
-    `SpaceMismatch` when it refuses this host's idea of a space, `RemoteProtocolError` for any other refusal; and ValueError
+    `SpaceMismatch` when it refuses this host's idea of a space (field ``epoch``: the node's has moved on; make a new client
+    once the engine has the new weights), `RemoteProtocolError` for any other refusal; and ValueError
     for a buffer or payload of the wrong size.
     """
 
@@ -121,12 +130,14 @@ class Client:
         spaces: Mapping[str, Space],
         fabrics: Sequence[str],
         timeout_s: float,
+        epochs: Mapping[str, int],
     ) -> None:
         self._socket = socket
         self.endpoint = endpoint
         self._host = host
         self._spaces = dict(spaces)
         self._fabrics = list(fabrics)
+        self._epochs = dict(epochs)
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[trio.Event, list[m.AnyReply]]] = {}
@@ -135,6 +146,7 @@ class Client:
         self._failures = 0
         self._not_before = 0.0
         self._heard_at = 0.0
+        self.fabric_failures: dict[str, str] = {}
         self.checksum_errors = 0
         self.bytes_pulled = 0
         self.bytes_stored = 0
@@ -181,13 +193,40 @@ class Client:
         return session
 
     async def _open_session(self, deadline: float) -> _Session:
-        claims = [m.claim_of(name, space) for name, space in self._spaces.items()]
-        hello = m.Hello(host=self._host, protocol=m.PROTOCOL, spaces=claims, fabrics=self._fabrics)
+        left, failure = list(self._fabrics), None
+        while True:
+            try:
+                reply = await self._say_hello(left, deadline)
+            except RemoteProtocolError as error:
+                if failure is not None and error.code == "no_fabric":
+                    raise failure from error
+                raise
+            try:
+                return _Session(reply, await self._open_link(reply, len(left), deadline))
+            except (NodeUnavailable, FabricError, OSError, RemoteProtocolError) as error:
+                failure = error
+                self.fabric_failures[reply.fabric] = str(error)
+                left = [kind for kind in left if kind != reply.fabric]
+                if not left:
+                    raise
+                await self._post(m.Bye())  # what the node made for this session need not wait for its timeout
+
+    async def _say_hello(self, fabrics: list[str], deadline: float) -> m.HelloReply:
+        claims = [
+            m.claim_of(name, space, epoch=self._epochs.get(name)) for name, space in self._spaces.items()
+        ]
+        hello = m.Hello(host=self._host, protocol=m.PROTOCOL, spaces=claims, fabrics=fabrics)
         reply = await self._exchange(hello, m.HelloReply, deadline)
-        endpoint = await connect_fabric(
-            reply.fabric, reply.fabric_address, reply.session, reply.token, deadline
-        )
-        return _Session(reply, endpoint)
+        for name, epoch in reply.epochs.items():
+            self._epochs.setdefault(name, epoch)
+        return reply
+
+    async def _open_link(self, reply: m.HelloReply, choices: int, deadline: float) -> Endpoint:
+        """The link `reply` offers, in its share of the time: the other `choices` need theirs."""
+        now = trio.current_time()
+        address = _address_from(self.endpoint, reply.fabric_address)
+        limit = now + (deadline - now) / choices
+        return await connect_fabric(reply.fabric, address, reply.session, reply.token, limit)
 
     async def _lose_session(self, session: _Session | None) -> None:
         if session is not None and self._session is session:
@@ -308,13 +347,16 @@ class Client:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview],
+        into: Sequence[memoryview | bytearray],
         *,
         parts: tuple[int, int] | None = None,
         shard: int = 0,
         timeout_s: float | None = None,
     ) -> list[LoadedBlock]:
-        """Copy blocks [first, first + len(into)) of the looked-up prefix into the caller's buffers, and check them."""
+        """Copy blocks [first, first + len(into)) of the looked-up prefix into the caller's buffers, and check them.
+
+        Any writable, contiguous buffer will do.
+        """
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         if not into:
             return []
@@ -378,16 +420,22 @@ class Client:
         shard: int = 0,
         timeout_s: float | None = None,
     ) -> list[LoadedBlock]:
-        """As `load`, but the node writes into `landing` (made by `landing()`), one offset a block."""
+        """As `load`, but the node writes into `landing` (made by `landing()`), one offset a block.
+
+        NodeUnavailable also when the session that owned the landing region was lost: make a new one.
+        """
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         where = m.Landing(region=landing.region_id, offsets=list(offsets))
         message = m.Load(
             request=request, first=first, count=len(offsets), parts=parts, shard=shard, landing=where
         )  # fmt: skip
         reply = await self._load(message, deadline)
+        try:
+            region = landing.view
+        except ValueError as error:
+            raise NodeUnavailable(self.endpoint, "the session of this landing region was lost") from error
         return self._checked(
-            reply,
-            [landing.view[at : at + grant.length] for at, grant in zip(offsets, reply.blocks, strict=True)],
+            reply, [region[at : at + grant.length] for at, grant in zip(offsets, reply.blocks, strict=True)]
         )
 
     async def landing(self, size: int, timeout_s: float | None = None) -> MemoryRegion:
@@ -531,10 +579,22 @@ class Client:
         return LoadedBlock("ok", grant.source, "", data)
 
 
-def _room_for(grant: m.Grant, buffer: memoryview) -> memoryview:
-    if buffer.nbytes < grant.length:
-        raise ValueError(f"a buffer of {buffer.nbytes} bytes for {grant.length} bytes of a block")
-    return buffer[: grant.length]
+def _room_for(grant: m.Grant, buffer: memoryview | bytearray) -> memoryview:
+    room = memoryview(buffer)
+    if room.readonly or not room.c_contiguous:
+        raise ValueError("a buffer to load into must be writable and contiguous")
+    if room.nbytes < grant.length:
+        raise ValueError(f"a buffer of {room.nbytes} bytes for {grant.length} bytes of a block")
+    return room.cast("B")[: grant.length]
+
+
+def _address_from(endpoint: str, address: Address) -> Address:
+    """A fabric's address as seen from here: a node that listens everywhere names no host, so it is the gateway's."""
+    if "port" not in address or address.get("host"):
+        return address
+    scheme, _, where = endpoint.partition("://")
+    host = where.rpartition(":")[0].strip("[]") if scheme == "tcp" else "localhost"
+    return {**address, "host": host}
 
 
 def part_crcs(payload: memoryview, part_bytes: Sequence[int]) -> list[int]:

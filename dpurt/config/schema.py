@@ -60,7 +60,9 @@ class NodeConfig(Table, frozen=True, kw_only=True):
         return Path(tempfile.gettempdir()) / f"dpurt-{os.getuid()}-{self.name}"
 
     def make_run_dir(self) -> Path:
-        """Make the run folder, mode 0700, if it is missing; ConfigError when it is not ours alone."""
+        """Make the run folder, mode 0700, if it is missing; ConfigError when others could put or swap sockets in
+        it. A default one, whose name anybody can guess, must be ours alone.
+        """
         path = self.run_path
         try:
             path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -69,6 +71,9 @@ class NodeConfig(Table, frozen=True, kw_only=True):
             raise ConfigError("$.node.run_dir", f"cannot make {path}: {error.strerror}") from error
         if self.run_dir is None and (status.st_uid != os.getuid() or status.st_mode & 0o077):
             raise ConfigError("$.node.run_dir", f"{path} exists and others can enter it; remove it")
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            problem = f"{path} belongs to another user, or others can write to it; run chmod 700 on it, or name another"
+            raise ConfigError("$.node.run_dir", problem)
         return path
 
 
@@ -138,7 +143,7 @@ class BdevConfig(Table, frozen=True, tag_field="kind"):
 
 class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
     """A file or block device. Without `capacity_bytes` the cap is `size_bytes`, but at most 80 % of what is
-    free.
+    free. A file is made as large as the cap, not larger.
     """
 
     name: Name
@@ -159,11 +164,9 @@ class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
         return config.node.run_path / Path(self.path).expanduser()
 
     def open_params(self, config: Config) -> dict[str, object]:
-        size = self.size_bytes or self.capacity_bytes
-        is_device = self.full_path(config).is_block_device()
         return {
             "path": self.full_path(config),
-            "size_bytes": None if is_device else size,
+            "size_bytes": self.capacity(config),
             "name": self.name,
             "queue_depth": self.queue_depth,
         }
@@ -173,7 +176,7 @@ class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
             return self.capacity_bytes
         assert self.size_bytes is not None, "one of the two is given"
         path = self.full_path(config)
-        cap = self.size_bytes if path.is_block_device() else min(self.size_bytes, safe_bytes(path))
+        cap = self.size_bytes if names_device(path) else min(self.size_bytes, safe_bytes(path))
         if cap < rules.MIN_SEGMENTS * self.segment_bytes:
             raise ConfigError(
                 f"$.bdev {self.name!r}",
@@ -487,6 +490,12 @@ class Config(Table, frozen=True, kw_only=True):
     def warnings(self) -> list[str]:
         """What is allowed but probably not meant."""
         return list(rules.warnings(self))
+
+
+def names_device(path: Path) -> bool:
+    """Whether a block device is meant, be it there or not."""
+    in_dev = path.is_relative_to("/dev") and not path.is_relative_to("/dev/shm")
+    return in_dev or path.is_block_device()
 
 
 def safe_bytes(path: Path) -> int:

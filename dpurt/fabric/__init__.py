@@ -228,7 +228,7 @@ class Endpoint(Protocol):
         """Make and offer a landing region the node may push into. Synchronous; usable in a control message at
         once.
 
-        The endpoint owns it: it is closed with it. Region ids count from 1 per endpoint."""
+        The endpoint owns it: it is closed with it. No two landings of a process have the same region id."""
         ...
 
     async def aclose(self) -> None:

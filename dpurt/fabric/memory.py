@@ -16,7 +16,7 @@ from dpurt.errors import FabricError, NodeUnavailable, RemoteAccessError, Remote
 from dpurt.fabric import AccessCheck, Address, FabricStats, MemoryRegion, Piece
 from dpurt.fabric.access import Entry, Refused, within
 from dpurt.fabric.node_link import FabricBase
-from dpurt.fabric.region import MemfdRegion
+from dpurt.fabric.region import MemfdRegion, next_landing_id
 
 __all__ = ["MemoryEndpoint", "MemoryFabric", "MemoryLink", "connect"]
 
@@ -182,7 +182,7 @@ class MemoryEndpoint:
 
     def landing(self, size: int) -> MemoryRegion:
         self._link.check_open("landing")
-        region_id = len(self._link.landings) + 1
+        region_id = next_landing_id()
         region = MemfdRegion(region_id, f"landing {region_id}", size, huge_pages=False)
         self._link.landings[region_id] = region
         return region

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import mmap
 import os
 from pathlib import Path
@@ -24,7 +25,11 @@ from typing import Literal
 
 from dpurt.errors import ConfigError
 
-__all__ = ["MemfdRegion", "map_readonly", "map_writable"]
+__all__ = ["MemfdRegion", "map_readonly", "map_writable", "next_landing_id"]
+
+next_landing_id = itertools.count(1).__next__
+"""Ids of this process's landing regions: never the same twice, so that a push meant for a link that was lost cannot land
+in a region of the link after it."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

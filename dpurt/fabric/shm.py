@@ -58,7 +58,7 @@ from dpurt.fabric.frames import (
     encode_hello,
 )
 from dpurt.fabric.node_link import FabricBase
-from dpurt.fabric.region import MemfdRegion, map_readonly, map_writable
+from dpurt.fabric.region import MemfdRegion, map_readonly, map_writable, next_landing_id
 from dpurt.fabric.seqpacket import Channel, dial, listening
 from dpurt.fabric.wire import accept
 
@@ -376,7 +376,7 @@ class ShmEndpoint:
 
     def landing(self, size: int) -> MemoryRegion:
         self._check_open("landing")
-        region_id = len(self._landings) + 1
+        region_id = next_landing_id()
         region = MemfdRegion(region_id, f"landing {region_id}", size, huge_pages=False)
         try:
             self._channel.send_now(LANDING.pack(LANDING_MAGIC, 0, region_id, region.size), region.fd)

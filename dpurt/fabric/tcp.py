@@ -61,7 +61,7 @@ from dpurt.fabric.frames import (
     encode_hello,
 )
 from dpurt.fabric.node_link import FabricBase
-from dpurt.fabric.region import MemfdRegion
+from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.wire import Cursor, Wire, accept, listener, tune
 
 __all__ = ["TcpEndpoint", "TcpFabric", "TcpLimits", "TcpLink", "connect"]
@@ -165,7 +165,8 @@ class TcpFabric(FabricBase[TcpLink]):
         with listener(*self._bind) as listening:
             host, port = listening.getsockname()[:2]
             async with trio.open_nursery() as nursery:
-                task_status.started({"host": host, "port": port})
+                everywhere = host in ("0.0.0.0", "::")  # no address to go to: hosts know how they reached us
+                task_status.started({"port": port} if everywhere else {"host": host, "port": port})
                 while True:
                     sock = await accept(listening)
                     if self._greeting >= self._limits.max_greeting:
@@ -294,7 +295,7 @@ class TcpEndpoint:
 
     def landing(self, size: int) -> MemoryRegion:
         self._check_open("landing")
-        region_id = len(self._regions) + 1
+        region_id = next_landing_id()
         region = MemfdRegion(region_id, f"landing {region_id}", size, huge_pages=False)
         self._regions[region_id] = region
         return region

@@ -60,7 +60,8 @@ class GroupClaim(Struct, kw_only=True):
 class SpaceClaim(Struct, kw_only=True):
     """What a host believes a space to be. `fingerprint` and `vectors` are those of epoch 0; the salt does not travel.
 
-    `epoch` None adopts the node's current epoch; a number must be the node's.
+    `epoch` None adopts the node's current epoch; a number must be the node's. A host that says hello again names the epochs it
+    had (`HelloReply.epochs`), or it would store what old weights made among the new.
     """
 
     name: Name
@@ -255,7 +256,10 @@ class RegionInfo(Struct, kw_only=True):
 
 
 class HelloReply(Reply, tag="hello_ok"):
-    """`session` numbers this session; `token` is the secret that opens its fabric link. `epochs` by space name."""
+    """`session` numbers this session; `token` is the secret that opens its fabric link. `epochs` by space name.
+
+    A tcp `fabric_address` without a ``host`` is at the host this reply came from.
+    """
 
     node: str
     incarnation: int

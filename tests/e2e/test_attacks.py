@@ -511,15 +511,27 @@ async def test_a_reservation_committed_twice_in_one_message_counts_once(tmp_path
         assert (await v.look_up("x", tokens(10, 11, 12))).matched_blocks == 2
 
 
-async def test_a_request_id_used_for_another_prompt_never_mixes_the_two(tmp_path: Path) -> None:
-    """Blocks reserved for one prompt and committed after the request turned to another one are still the first's."""
+async def test_a_request_id_stands_for_one_prompt_as_long_as_it_is_open(tmp_path: Path) -> None:
+    """Loads name blocks by position: two prompts under one id would serve each other's blocks."""
     async with visit(tmp_path) as v:
         blocks = await v.write(await v.reserve(tokens(10, 11)), 10, 11)
-        assert (await v.look_up("w", tokens(20, 21))).matched_blocks == 0
+        other = tokens(10, 21, 22)
+        for request in (
+            m.Lookup(space="s", request="w", tokens=other),
+            m.Hint(space="s", request="w", kind="arrival", tokens=other),
+            m.Reserve(space="s", request="w", first=1, count=1, tokens=other),
+            m.Lookup(space="s", request="w", digests=[bytes(8)]),
+        ):
+            assert await v.code(request) == "malformed"
+        assert (await v.look_up("w", tokens(10))).matched_blocks == 0, "a shorter form of it"
+        assert await v.code(m.Lookup(space="s", request="w", tokens=other)) == "malformed", (
+            "is not forgotten for that"
+        )
         assert await v.commit(blocks) == ["stored", "stored"]
-        assert (await v.look_up("x", tokens(20, 21))).matched_blocks == 0
-        assert (await v.look_up("y", tokens(10, 11))).matched_blocks == 2
-        assert [b.status for b in (await v.load(request="w", first=0, count=2)).blocks] == ["miss", "miss"]
+        assert (await v.look_up("w", tokens(10, 11, 12))).matched_blocks == 2, "a longer one"
+        assert (await v.look_up("x", other)).matched_blocks == 1
+        await v.raw.ask(m.Cancel(request="w"))
+        assert (await v.look_up("w", other)).matched_blocks == 1
 
 
 async def test_reservations_committed_under_another_request_are_stored_as_what_they_were_made_for(

@@ -98,7 +98,7 @@ async def test_cancelled_requests_leave_nothing_behind(tmp_path: Path, fabric: s
                 for _ in range(WORKERS):
                     nursery.start_soon(worker)
             with trio.fail_after(20):
-                while any(leftovers(node).values()):
+                while any(leftovers(node).values()):  # noqa: ASYNC110 - many agents' states
                     await trio.sleep(0.05)
             node.staging.slabs[0].pool.check_integrity()
             node.index.spaces["s"].index.check_integrity()

@@ -69,14 +69,13 @@ class Guest:
         self._client = client
         self._name = name
         self._rng = rng
-        self.served = self.refused = 0
+        self.served = self.refused = self._number = 0
 
     async def run(self) -> None:
-        number = 0
         while True:
-            number += 1
+            self._number += 1
             try:
-                await self._request(f"{self._name}-{number}")
+                await self._request(f"{self._name}-{self._number}")
             except DpurtError:
                 self.refused += 1
                 await trio.sleep(0.01)

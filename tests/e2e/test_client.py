@@ -17,10 +17,11 @@ import pytest
 import trio
 
 from dpurt.client import BlockingClient, Client, connect
+from dpurt.client.trio_client import _address_from
 from dpurt.config import Config
 from dpurt.demo.nodes import NodeProcess
 from dpurt.errors import DeadlineExceeded, DpurtError, NodeUnavailable, RemoteProtocolError
-from dpurt.testing.node import running, small_config, spaces_of
+from dpurt.testing.node import running, small_config, small_host, spaces_of
 from dpurt.testing.node_steps import (
     PAYLOAD,
     assert_books_balance,
@@ -195,6 +196,88 @@ async def test_an_ended_lease_is_a_refusal_and_the_session_goes_on(tmp_path: Pat
         with pytest.raises(RemoteProtocolError, match="access"):
             await client.load("r", 0, buffers(1))
         assert client.is_connected
+
+
+# --- which fabric, and where ---
+
+
+async def test_a_fabric_that_does_not_open_gives_way_to_the_next(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node:
+        (tmp_path / "run" / "shm.sock").unlink()  # as on a machine where this node does not run
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            await store(client, "r", 0)
+            assert statuses(await load(client, "q", 0)) == ["ok"]
+            terms = await client.session(trio.current_time() + 1)
+            assert terms.fabric == "tcp"
+            assert "shm.sock" in client.fabric_failures["shm"]
+        async with host(node, config) as client:
+            with pytest.raises(NodeUnavailable, match=r"shm\.sock"):
+                await client.lookup("s", "r", tokens(0))
+        await until(lambda: not node.gateway.hosts._by_number)
+
+
+async def test_when_no_fabric_is_left_the_first_ones_failure_is_told(tmp_path: Path) -> None:
+    hosts = [small_host("host-a", fabrics=["shm"])]
+    config = small_config(tmp_path / "run", host=hosts)
+    async with running(config) as node:
+        (tmp_path / "run" / "shm.sock").unlink()
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            with pytest.raises(NodeUnavailable, match=r"shm\.sock"):
+                await client.lookup("s", "r", tokens(0))
+
+
+async def test_a_silent_fabric_leaves_the_next_one_time(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    path = tmp_path / "run" / "shm.sock"
+    async with running(config) as node:
+        path.unlink()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.bind(str(path))
+            silent.listen()
+            async with connect(
+                node.gateway.endpoint, host="host-a", spaces=spaces_of(config), timeout_s=2.0
+            ) as client:
+                await store(client, "r", 0)
+                assert list(client.fabric_failures) == ["shm"]
+
+
+async def test_a_node_that_listens_everywhere_is_reached_where_its_gateway_was(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run", fabric={"tcp_bind": "tcp://0.0.0.0:0"})
+    async with running(config) as node, host(node, config, fabric="tcp") as client:
+        terms = await client.session(trio.current_time() + 5)
+        assert set(terms.fabric_address) == {"port"}
+        await store(client, "r", 0)
+        assert statuses(await load(client, "q", 0)) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "reached"),
+    [
+        ("tcp://dpu-1.rack:7571", "dpu-1.rack"),
+        ("tcp://10.0.0.7:7571", "10.0.0.7"),
+        ("tcp://[fe80::1]:7571", "fe80::1"),
+        ("ipc:///run/x.sock", "localhost"),
+    ],
+)
+def test_an_address_without_a_host_is_the_gateways(endpoint: str, reached: str) -> None:
+    assert _address_from(endpoint, {"port": 5}) == {"port": 5, "host": reached}
+    assert _address_from(endpoint, {"port": 5, "host": "10.1.1.1"})["host"] == "10.1.1.1"
+    assert _address_from(endpoint, {"path": "/run/shm.sock"}) == {"path": "/run/shm.sock"}
+
+
+async def test_any_writable_buffer_will_do_for_a_load(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node, host(node, config) as client:
+        await store(client, "r", 0, 1, 2)
+        plain, words = bytearray(PAYLOAD), memoryview(bytearray(PAYLOAD)).cast("I")
+        loaded = await client.load("r", 0, [plain, words, memoryview(bytearray(PAYLOAD + 8))])
+        assert statuses(loaded) == ["ok"] * 3
+        assert [bytes(plain), bytes(words)] == payloads(0, 1)
+        for wrong in (memoryview(bytes(PAYLOAD)), memoryview(bytearray(2 * PAYLOAD))[::2]):
+            with pytest.raises(ValueError, match="writable and contiguous"):
+                await client.load("r", 0, [wrong])
+        await until(lambda: node.staging.slabs[0].pool.stats().leases == 0)
 
 
 # --- the blocking client ---

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import trio
 
-from dpurt.client import Client
+from dpurt.client import Client, connect
 from dpurt.client.admin import ask
 from dpurt.core.identity import digest_key
-from dpurt.errors import LocalProtocolError, RemoteAccessError, RemoteProtocolError, SpaceMismatch
+from dpurt.errors import (
+    LocalProtocolError,
+    NodeUnavailable,
+    RemoteAccessError,
+    RemoteProtocolError,
+    SpaceMismatch,
+)
 from dpurt.node import Node
 from dpurt.testing.faulty_bdev import Fault
-from dpurt.testing.node import PART_BYTES, running, small_config, small_host, small_space
+from dpurt.testing.node import PART_BYTES, running, small_config, small_host, small_space, spaces_of
 from dpurt.testing.node_steps import (
     PAYLOAD,
     RECORD,
@@ -558,26 +564,63 @@ async def test_an_epoch_bump_hides_all_blocks_while_readers_drain(tmp_path: Path
                 await client._exchange(
                     m.Lookup(space="s", request="r", tokens=tokens(0)), m.LookupReply, trio.current_time() + 2
                 )
-            for block in range(10, 30):  # the slots of the draining reader are not reused
-                await client.store("s", f"r{block}", tokens(block), 0, payloads(block))
+            async with host(node, node.config, "host-b") as other:
+                for block in range(10, 30):  # the slots of the draining reader are not reused
+                    await store(other, f"r{block}", block)
             assert [bytes(b.data) for b in blocks if b.data is not None] == payloads(0, 1)
             del blocks
-        assert (await client.lookup("s", "q", tokens(0, 1))).matched_blocks == 0
-        assert await reasons(client, 0, 1) == ["epoch", "epoch"]
-        await store(client, "r", 0, 1)
-        assert statuses(await load(client, "q", 0, 1)) == ["ok"] * 2
+        async with host(node, node.config, "host-b") as new:
+            assert (await new.lookup("s", "q", tokens(0, 1))).matched_blocks == 0
+            assert await reasons(new, 0, 1) == ["epoch", "epoch"]
+            await store(new, "r", 0, 1)
+            assert statuses(await load(new, "q", 0, 1)) == ["ok"] * 2
+        await client._close()
         await until(lambda: pool.stats().quarantined == 0)
 
 
-async def test_the_call_that_meets_a_new_epoch_says_hello_again_by_itself(
+async def test_after_a_bump_a_client_of_the_old_weights_stores_and_loads_nothing(
     tmp_path: Path, fabric: str
 ) -> None:
-    async with node_and_host(tmp_path, fabric) as (node, client):
+    async with node_and_host(tmp_path, fabric) as (node, old):
+        await store(old, "r", 0)
+        await bump(node)
+        with pytest.raises(NodeUnavailable, match="stale_epoch"):
+            await old.store("s", "r", tokens(0, 1), 1, payloads(1))
+        for _ in range(2):
+            with pytest.raises(
+                SpaceMismatch, match=r"'epoch'.*'1', host has '0'; new weights need a new client"
+            ):
+                await old.store("s", "r", tokens(0, 1), 0, payloads(0, 1))
+        with pytest.raises(SpaceMismatch, match="epoch"):
+            await old.lookup("s", "q", tokens(0))
+        async with host(node, node.config, fabric=fabric) as new:
+            assert (await new.lookup("s", "r", tokens(0, 1))).matched_blocks == 0
+            await store(new, "r", 0)
+            assert statuses(await load(new, "q", 0)) == ["ok"]
+
+
+async def test_a_lookup_under_way_at_a_bump_says_so_in_the_same_call(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
         await store(client, "r", 0)
         await bump(node)
-        assert (await client.lookup("s", "q", tokens(0))).matched_blocks == 0
-        assert sum(node.gateway.hosts.ended.values()) == 1
-        assert len(node.gateway.hosts.sessions) == 1
+        with pytest.raises(SpaceMismatch, match="epoch"):
+            await client.lookup("s", "q", tokens(0))
+        assert not node.gateway.hosts.sessions
+
+
+async def test_a_client_may_say_which_epoch_its_weights_are_of(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, _):
+        await bump(node)
+        for epoch in (0, 2):
+            async with connect(
+                node.gateway.endpoint, host="host-b", spaces=spaces_of(node.config), epochs={"s": epoch}
+            ) as client:
+                with pytest.raises(SpaceMismatch, match="epoch"):
+                    await client.lookup("s", "r", tokens(0))
+        async with connect(
+            node.gateway.endpoint, host="host-b", spaces=spaces_of(node.config), epochs={"s": 1}
+        ) as client:
+            await store(client, "r", 0)
 
 
 async def test_hits_from_before_a_restart_and_none_from_before_an_epoch(tmp_path: Path, fabric: str) -> None:
@@ -592,7 +635,8 @@ async def test_hits_from_before_a_restart_and_none_from_before_an_epoch(tmp_path
                 assert found.ready_ms > 0
                 assert statuses(await load(client, "q", *range(20))) == ["ok"] * 20
                 await bump(node)
-                assert (await client.lookup("s", "q2", tokens(*range(20)))).matched_blocks == 0
+                with pytest.raises(SpaceMismatch, match="epoch"):
+                    await client.lookup("s", "q2", tokens(*range(20)))
         async with running(config) as node, host(node, config, fabric=fabric) as client:
             assert (await client.lookup("s", "r", tokens(*range(20)))).matched_blocks == 0
             assert (await client.session(trio.current_time() + 5)).epochs == {"s": 1}

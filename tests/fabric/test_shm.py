@@ -129,8 +129,9 @@ async def test_a_landing_larger_than_its_memfd_or_no_memfd_cuts_the_host_off(pat
 async def test_landings_are_bounded(path):
     async with shm_rig(path, max_landings=2, max_landing_bytes=3 * 4096) as rig:
         host = await rig.open()
-        host.landing(4096), host.landing(8192)
-        await rig.link().push([(rig.regions[SHARED].view[:1], 2, 0)], soon())
+        host.landing(4096)
+        second = host.landing(8192)
+        await rig.link().push([(rig.regions[SHARED].view[:1], second.region_id, 0)], soon())
         link = rig.link()
         host.landing(4096)
         await rig.until_closed(ALICE)
