@@ -199,8 +199,7 @@ class BlockStore:
         if capacity_bytes > bdev.info.size_bytes:
             problem = f"{capacity_bytes} exceeds the {bdev.info.size_bytes} bytes of bdev {bdev.info.name}"
             raise ConfigError("$.store.capacity_bytes", problem)
-        deadline = trio.current_time() + deadline_s
-        found = await _find_superblock(bdev, deadline, may_overwrite=format)
+        found = await _find_superblock(bdev, deadline_s, may_overwrite=format)
         superblock = (found or Superblock(store=secrets.token_hex(16), segment_bytes=segment_bytes)).opened()
         if superblock.segment_bytes != segment_bytes:
             problem = f"the store on bdev {bdev.info.name} was made with {superblock.segment_bytes}, not {segment_bytes}"
@@ -215,9 +214,8 @@ class BlockStore:
         """ConfigError when the device holds anything but a store. Looks at its first MiB, its end, and 64 KiB at
         each of 64 places in between; reads only.
         """
-        deadline = trio.current_time() + deadline_s
-        if await _read_superblock(bdev, deadline) is None:
-            await _check_blank(bdev, deadline)
+        if await _read_superblock(bdev, deadline_s) is None:
+            await _check_blank(bdev, deadline_s)
 
     # --- restart ---
 
@@ -589,28 +587,28 @@ def _make_log(superblock: Superblock, capacity_bytes: int) -> SegmentLog:
         raise ConfigError("$.store", str(error)) from error
 
 
-async def _find_superblock(bdev: Bdev, deadline: float, *, may_overwrite: bool) -> Superblock | None:
+async def _find_superblock(bdev: Bdev, deadline_s: float, *, may_overwrite: bool) -> Superblock | None:
     """The store's superblock, or None on a device that is blank or may be overwritten."""
-    found = await _read_superblock(bdev, deadline)
+    found = await _read_superblock(bdev, deadline_s)
     if found is None:
         if not may_overwrite:
-            await _check_blank(bdev, deadline)
-        await bdev.write_from(0, [aligned_buffer(METADATA_BYTES)], deadline)
+            await _check_blank(bdev, deadline_s)
+        await bdev.write_from(0, [aligned_buffer(METADATA_BYTES)], trio.current_time() + deadline_s)
     return found
 
 
-async def _read_superblock(bdev: Bdev, deadline: float) -> Superblock | None:
+async def _read_superblock(bdev: Bdev, deadline_s: float) -> Superblock | None:
     if bdev.info.size_bytes < METADATA_BYTES:
         return None
     head = aligned_buffer(METADATA_BYTES)
-    await bdev.read_into(0, [head], deadline)
+    await bdev.read_into(0, [head], trio.current_time() + deadline_s)
     return sb.newest(head)
 
 
-async def _check_blank(bdev: Bdev, deadline: float) -> None:
+async def _check_blank(bdev: Bdev, deadline_s: float) -> None:
     for offset, length in _places_to_look(bdev.info.size_bytes):
         sample = aligned_buffer(length)
-        await bdev.read_into(offset, [sample], deadline)
+        await bdev.read_into(offset, [sample], trio.current_time() + deadline_s)
         if sample != bytes(length):
             raise ConfigError(
                 "$.store",

@@ -46,6 +46,7 @@ from .fabric import FabricAgent
 from .hosts import Hosts, Refusal
 from .index import IndexAgent
 from .intake import Intake
+from .refusals import RefusalLog
 from .sessions import Scope, Session
 from .spaces import SpaceState
 from .staging import Acquired, StagingAgent
@@ -85,6 +86,8 @@ class GatewayAgent(Actor[None]):
         self.hosts = Hosts(config, incarnation, index, staging, intake, fabric, observe)
         self.errors: dict[str, int] = {}
         self.messages = 0
+        self.denied = 0  # connections with a key that is not in the topology
+        self._refusal_log = RefusalLog()
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
         self._socket: ZmqSocket | None = None
@@ -115,13 +118,17 @@ class GatewayAgent(Actor[None]):
                 trio.open_nursery() as self._nursery
             ):  # ends first: whoever still answers needs a socket
                 if curve is not None:
-                    await self._nursery.start(serve_zap, context, self.config.authorized_keys())
+                    await self._nursery.start(serve_zap, context, self.config.authorized_keys(), self._denied)
                 self.endpoint = self._socket.bind(self.endpoint or gateway.bind)
                 self._bind_admin(door)
                 self._nursery.start_soon(self._watch)
                 self._nursery.start_soon(self._serve_admin, door)
                 task_status.started()
                 await self._serve_hosts(self._socket)
+
+    def _denied(self, address: str, key: str) -> None:
+        self.denied += 1
+        self._refusal_log.warn("peer_denied", address=address, public_key=key)
 
     def _bind_admin(self, door: ZmqSocket) -> None:
         path = self.config.node.run_path / "admin.sock"
@@ -156,6 +163,10 @@ class GatewayAgent(Actor[None]):
         try:
             reply = self._dispatch(routing_id, key, session, request)
         except Refusal as refusal:
+            if isinstance(request, m.Hello):
+                self._refusal_log.warn(
+                    "hello_refused", host=request.host, code=refusal.code, message=refusal.message
+                )
             self._refuse(routing_id, request.id, refusal)
             return
         if reply is not None and request.id:

@@ -126,8 +126,19 @@ class IndexAgent(Actor[None]):
         chain = self.chain(state, tokens, digests, position, 1)
         if chain is None:
             return ""
+        if self._missing_shards(state, chain[1]):
+            return "incomplete"
         tomb = self.tombstones.get(chain[1])
         return "never_stored" if tomb is None else tomb.reason
+
+    @staticmethod
+    def _missing_shards(state: SpaceState, key: bytes) -> list[int]:
+        """The shards without which a block is of no use though others are here; empty when all or none are."""
+        block_id = state.index.get(key)
+        if block_id is None:
+            return []
+        missing = [shard for shard in range(state.num_shards) if not state.has_shard(block_id, shard)]
+        return missing if len(missing) < state.num_shards else []
 
     def explain(
         self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, shard: int,
@@ -152,6 +163,10 @@ class IndexAgent(Actor[None]):
         chains: Sequence[_Chain], now: float,
     ) -> m.Reason:  # fmt: skip
         refusal = self.refusals.get(key)
+        missing = self._missing_shards(state, key)
+        if missing:
+            detail = f"of shards 0-{state.num_shards - 1}, {_ranges(missing)} are not here: a match needs all"
+            return m.Reason(block=position, reason="incomplete", detail=detail)
         if self.has_shard(state, key, shard):
             where = state.index.locations(np.array([state.index.get(key)], np.int32))
             tiers = [t for t, v in (("staging", where.slot), ("nvme", where.extent)) if v[0, shard] >= 0]
@@ -284,6 +299,17 @@ class IndexAgent(Actor[None]):
             for state in list(self.spaces.values()):
                 if state.ttl_s:
                     self._gone(state, state.index.expire(now), "expired", now)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, as a person writes them: ``1-3, 7``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
 def _keys_of_last_epoch(space: Space, tokens: bytes | None, digests: Sequence[bytes] | None) -> list[bytes]:

@@ -5,12 +5,12 @@ Restart: the listener starts anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import structlog
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dpurt.runtime.actor import Actor
@@ -23,23 +23,46 @@ _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\
 
 
 class StatsCollector(Collector):
-    """Every number in the node's nested statistics, as ``dpurt_path_to_it``; names of spaces, hosts ... become a label."""
+    """Every number in the node's nested statistics, as ``dpurt_path_to_it``; names of spaces, hosts ... become a label.
+
+    What only grows in a node's life is a counter, and ends in ``_total``.
+    """
 
     def __init__(self, stats: Callable[[], Mapping[str, object]]) -> None:
         self._stats = stats
 
-    def describe(self) -> list[GaugeMetricFamily]:
+    def describe(self) -> list[Metric]:
         return []  # asked for at registration, when the node is not up yet
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        families: dict[str, GaugeMetricFamily] = {}
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for path, value in flatten(self._stats()):
             name, label = _metric_name(path)
             family = families.get(name)
             if family is None:
-                family = families[name] = GaugeMetricFamily(name, f"dpurt {'.'.join(path)}", labels=["of"])
-            family.add_metric([label], value)
+                kind = CounterMetricFamily if only_grows(path) else GaugeMetricFamily
+                text = f"dpurt {'.'.join(path)}"
+                family = families[name] = kind(name, text, labels=["of"] if label else [])
+            family.add_metric([label] if label else [], value)
         yield from families.values()
+
+
+# tables all of whose numbers only grow, but for those named
+GROWING: dict[str, frozenset[str]] = {
+    "hosts": frozenset(),
+    "gateway": frozenset({"sessions", "scopes"}),
+    "intake": frozenset({"reserved", "dirty"}),
+    "bdev": frozenset({"in_flight", "abandoned"}),
+    "fabrics": frozenset({"links"}),
+    "agents": frozenset(),
+    "drops": frozenset(),
+    "reads": frozenset(),
+}
+
+
+def only_grows(path: Sequence[str]) -> bool:
+    """Is this a counter for certain? The others are gauges, which Prometheus takes anything from."""
+    return any(word in GROWING and path[-1] not in GROWING[word] for word in path[:-1])
 
 
 LABELLED = frozenset(

@@ -1,12 +1,19 @@
-"""File to arena: the `file` bdev beside fio, on the same file, with the same block size and depth, O_DIRECT.
+"""File to arena: the `file` bdev beside fio, on the same file, into the same memory, with the same block size
+and device depth, O_DIRECT.
 
-fio runs each of its engines first; the fastest at each shape is the peer. Then ours and the peer take turns.
-Both read the whole file once in random order per run; rates are of the reading alone (fio's own figure),
-without process start. *Verified* adds the CRC-32C of every block, which is what the block store does.
+Both sides read into one `MemfdRegion`, made as a node makes its arena; fio maps it through /proc. That matters
+more than anything else here: a device moves bytes by physically contiguous runs (see
+`dpurt.fabric.huge_pages`). fio runs its asynchronous engines first; the faster at each shape is the peer (its
+psync engine cannot take the region; with memory of its own it is half as fast). Then ours and the peer take
+turns. Each run reads the whole file once in random order; rates are of the reading alone (fio's own figure),
+without process start or open. Ours has two readers more than the depth, so two reads wait in the bdev's own
+queue, as in a node's batches, and take the device's free places at once. *Verified* adds the CRC-32C of every
+block, which is what the block store does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -28,12 +35,14 @@ from crc32c import crc32c
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.file import FileBdev
 from dpurt.bench.result import BenchResult, Figure
+from dpurt.fabric.region import MemfdRegion
 
-SUMMARY = "file to arena with O_DIRECT: the file bdev beside fio (best of io_uring, libaio, psync)"
+SUMMARY = "file to arena with O_DIRECT: the file bdev beside fio (best of io_uring, libaio)"
 TARGET = 0.95
 FILE_BYTES = 1 << 30
 SHAPES = ((256 << 10, 8), (256 << 10, 32), (1 << 20, 8), (1 << 20, 32))  # (block bytes, depth)
-ENGINES = ("io_uring", "libaio", "psync")
+ENGINES = ("io_uring", "libaio")
+WAITING = 2  # readers more than the depth
 _GIB = 1 << 30
 _PATIENCE_S = 120.0
 
@@ -54,54 +63,73 @@ class _Shape:
         return f"{self.block_bytes >> 10} KiB depth {self.depth}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Rig:
+    path: Path
+    region: MemfdRegion
+    fio: str | None
+    pairs: int
+
+
 def run(quick: bool) -> BenchResult:
-    pairs = 3 if quick else 9
-    fio = shutil.which("fio")
+    widest = max(block_bytes * (depth + WAITING) for block_bytes, depth in SHAPES)
+    region = MemfdRegion(1, "bench", widest)
     with tempfile.TemporaryDirectory(prefix="dpurt-bench-") as folder:
-        return trio.run(_measure, Path(folder) / "disk", fio, pairs)
+        rig = _Rig(Path(folder) / "disk", region, shutil.which("fio"), 5 if quick else 13)
+        return trio.run(_measure, rig)
 
 
-async def _measure(path: Path, fio: str | None, pairs: int) -> BenchResult:
-    bdev = await FileBdev.open(path, size_bytes=FILE_BYTES)
-    try:
-        await _fill(bdev)
-        result = BenchResult(name="file", conditions=_conditions(bdev, fio, pairs))
-        for block_bytes, depth in SHAPES:
-            shape = _Shape(block_bytes, depth)
-            peer = None if fio is None else _best_engine(fio, path, shape)
-            result.figures += await _figures(bdev, path, shape, fio, peer, pairs)
-    finally:
-        await bdev.aclose()
+async def _measure(rig: _Rig) -> BenchResult:
+    await _fill(rig.path)
+    result = BenchResult(name="file", conditions=_conditions(rig))
+    for block_bytes, depth in SHAPES:
+        shape = _Shape(block_bytes, depth)
+        engine = None if rig.fio is None else _best_engine(rig, shape)
+        async with contextlib.aclosing(await FileBdev.open(rig.path, queue_depth=depth)) as bdev:
+            result.figures += await _figures(rig, bdev, shape, engine)
+            result.conditions["bdev"] = bdev.info.detail["io"]
+            result.conditions["buffered"] = bdev.info.detail.get("buffered", "no, O_DIRECT")
     return result
 
 
-def _conditions(bdev: FileBdev, fio: str | None, pairs: int) -> dict[str, object]:
+def _conditions(rig: _Rig) -> dict[str, object]:
     conditions: dict[str, object] = {
-        "machine": platform.machine(),
-        "kernel": platform.release(),
-        "cores": os.cpu_count(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
+        "python": platform.python_version(),
+        "trio": trio.__version__,
         "load": os.getloadavg()[0],
         "file_bytes": FILE_BYTES,
-        "pairs": pairs,
-        "bdev": dict(bdev.info.detail, path="a temporary file"),
+        "pairs": rig.pairs,
+        "arena": _pages(rig.region),
+        "readers": f"depth + {WAITING}, of which depth in the device",
     }
-    if fio is None:
+    if rig.fio is None:
         conditions["peer_missing"] = "install fio (Debian package fio)"
+    else:
+        conditions["fio"] = subprocess.run(
+            [rig.fio, "--version"], capture_output=True, text=True
+        ).stdout.strip()
     return conditions
 
 
-async def _figures(
-    bdev: FileBdev, path: Path, shape: _Shape, fio: str | None, engine: str | None, pairs: int
-) -> list[Figure]:
+def _pages(region: MemfdRegion) -> str:
+    if region.has_huge_pages:
+        return "memfd of huge pages"
+    refused = region.collapse_refused
+    return "memfd of transparent huge pages" if refused is None else f"memfd of small pages: {refused}"
+
+
+async def _figures(rig: _Rig, bdev: FileBdev, shape: _Shape, engine: str | None) -> list[Figure]:
     raw, verified, peer = [], [], []
-    for i in range(pairs):
+    for i in range(rig.pairs):
         turns = ("ours", "peer") if i % 2 == 0 else ("peer", "ours")
         for turn in turns:
             if turn == "ours":
-                raw.append(await _read_all(bdev, shape, seed=i, is_verified=False))
-            elif fio is not None and engine is not None:
-                peer.append(_run_fio(fio, path, shape, engine))
-        verified.append(await _read_all(bdev, shape, seed=i, is_verified=True))
+                raw.append(await _read_all(rig, bdev, shape, seed=i, is_verified=False))
+            elif engine is not None:
+                peer.append(_run_fio(rig, shape, engine))
+    for i in range(3):
+        verified.append(await _read_all(rig, bdev, shape, seed=i, is_verified=True))
     return [_rate_figure(shape, raw, peer, engine), *_cpu_figures(shape, raw, verified, peer, engine)]
 
 
@@ -139,21 +167,20 @@ def _cpu_figures(
 # --- ours ---
 
 
-async def _fill(bdev: FileBdev) -> None:
+async def _fill(path: Path) -> None:
     buffer = aligned_buffer(4 << 20)
-    for offset in range(0, FILE_BYTES, len(buffer)):
-        buffer[:] = random.Random(offset).randbytes(len(buffer))
-        await bdev.write_from(offset, [buffer], trio.current_time() + _PATIENCE_S)
-    await bdev.flush(trio.current_time() + _PATIENCE_S)
+    async with contextlib.aclosing(await FileBdev.open(path, size_bytes=FILE_BYTES)) as bdev:
+        for offset in range(0, FILE_BYTES, len(buffer)):
+            buffer[:] = random.Random(offset).randbytes(len(buffer))
+            await bdev.write_from(offset, [buffer], trio.current_time() + _PATIENCE_S)
+        await bdev.flush(trio.current_time() + _PATIENCE_S)
 
 
-async def _read_all(bdev: FileBdev, shape: _Shape, *, seed: int, is_verified: bool) -> _Run:
-    """Read the whole file once, in random order, `depth` reads at a time, each into its own slot."""
+async def _read_all(rig: _Rig, bdev: FileBdev, shape: _Shape, *, seed: int, is_verified: bool) -> _Run:
+    """Read the whole file once, in random order, each reader into its own slot."""
     blocks = list(range(0, FILE_BYTES, shape.block_bytes))
     random.Random(seed).shuffle(blocks)
     todo = iter(blocks)
-    arena = aligned_buffer(shape.block_bytes * shape.depth)
-    arena[:] = bytes(len(arena))  # touched, as an arena is, before the clock starts
     deadline = trio.current_time() + _PATIENCE_S
 
     async def reader(slot: memoryview) -> None:
@@ -164,8 +191,9 @@ async def _read_all(bdev: FileBdev, shape: _Shape, *, seed: int, is_verified: bo
 
     cpu, start = _cpu_s(), time.perf_counter()
     async with trio.open_nursery() as nursery:
-        for i in range(shape.depth):
-            nursery.start_soon(reader, arena[i * shape.block_bytes : (i + 1) * shape.block_bytes])
+        for i in range(shape.depth + WAITING):
+            at = i * shape.block_bytes
+            nursery.start_soon(reader, rig.region.view[at : at + shape.block_bytes])
     gib = FILE_BYTES / _GIB
     return _Run(gib / (time.perf_counter() - start), (_cpu_s() - cpu) / gib)
 
@@ -178,35 +206,31 @@ def _cpu_s() -> float:
 # --- fio ---
 
 
-def _best_engine(fio: str, path: Path, shape: _Shape) -> str | None:
-    """The engine with the best rate at this shape (median of three); None if none of them runs here."""
-    rates: dict[str, list[float]] = {}
-    for _ in range(3):
-        for engine in ENGINES:
-            try:
-                rates.setdefault(engine, []).append(_run_fio(fio, path, shape, engine).gib_per_s)
-            except (subprocess.SubprocessError, ValueError):
-                continue
-    return max(rates, key=lambda engine: statistics.median(rates[engine]), default=None)
+def _best_engine(rig: _Rig, shape: _Shape) -> str | None:
+    """The engine with the best rate at this shape (of two runs); None if none of them runs here."""
+    rates: dict[str, float] = {}
+    for engine in ENGINES * 2:
+        try:
+            rates[engine] = max(rates.get(engine, 0.0), _run_fio(rig, shape, engine).gib_per_s)
+        except (subprocess.SubprocessError, ValueError):
+            continue
+    return max(rates, key=lambda engine: rates[engine], default=None)
 
 
-def _run_fio(fio: str, path: Path, shape: _Shape, engine: str) -> _Run:
+def _run_fio(rig: _Rig, shape: _Shape, engine: str) -> _Run:
+    assert rig.fio is not None, "asked for only where there is one"
     command = [
-        fio, "--name=peer", f"--filename={path}", f"--size={FILE_BYTES}", "--rw=randread", "--direct=1",
-        f"--bs={shape.block_bytes}", f"--ioengine={engine}", "--output-format=json",
+        rig.fio, "--name=peer", f"--filename={rig.path}", f"--size={FILE_BYTES}", "--rw=randread", "--direct=1",
+        f"--bs={shape.block_bytes}", f"--ioengine={engine}", f"--iodepth={shape.depth}",
+        f"--mem=mmapshared:/proc/{os.getpid()}/fd/{rig.region.fd}", "--output-format=json",
     ]  # fmt: skip
-    if engine == "psync":
-        share = FILE_BYTES // shape.depth
-        command += ["--thread", f"--numjobs={shape.depth}", "--group_reporting", f"--io_size={share}"]
-    else:
-        command.append(f"--iodepth={shape.depth}")
     done = subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE_S)
-    return _parse_fio(json.loads(done.stdout)["jobs"][0], shape.depth if engine == "psync" else 1)
+    return _parse_fio(json.loads(done.stdout)["jobs"][0])
 
 
-def _parse_fio(job: dict[str, Any], threads: int) -> _Run:
+def _parse_fio(job: dict[str, Any]) -> _Run:
     read = job["read"]
     if not read["io_bytes"]:
         raise ValueError("fio read nothing")
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * read["runtime"] / 1000 * threads
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * read["runtime"] / 1000
     return _Run(read["bw_bytes"] / _GIB, cpu_s / (read["io_bytes"] / _GIB))

@@ -28,6 +28,7 @@ import crc32c
 import zmq
 
 from dpurt.config import Config, FileBdevConfig, HostConfig
+from dpurt.config.schema import names_device
 from dpurt.errors import ConfigError
 
 __all__ = ["Finding", "choose_fabric", "examine", "probe"]
@@ -64,6 +65,7 @@ def examine(config: Config) -> list[Finding]:
         *_disks(config),
         *(_host_fabric(config, host) for host in config.host),
         *_salts(config),
+        *_keys(config),
     ]
 
 
@@ -287,16 +289,37 @@ def _disks(config: Config) -> Iterator[Finding]:
             yield Finding(name, "warn", str(error))
             continue
         if isinstance(bdev, FileBdevConfig):
-            yield from _disk(name, bdev.full_path(config), capacity)
+            path = bdev.full_path(config)
+            if names_device(path):
+                yield _device(name, path, capacity)
+            else:
+                yield from _disk(name, path, capacity, config.node.run_path)
         else:
             yield Finding(name, "ok", f"{capacity / GIB:.2f} GiB of memory")
 
 
-def _disk(name: str, path: Path, capacity: int) -> Iterator[Finding]:
-    if path.is_relative_to("/dev"):
-        there = path.is_block_device()
-        yield Finding(name, "ok" if there else "warn", f"{path}: {'a' if there else 'no'} block device")
-        return
+def _device(name: str, path: Path, capacity: int) -> Finding:
+    if not path.is_block_device():
+        return Finding(name, "warn", f"{path}: no block device")
+    size = device_bytes(path)
+    detail = f"{path}: a block device, cap {capacity / GIB:.2f} GiB of its {size / GIB:.2f}"
+    if not os.access(path, os.R_OK | os.W_OK):
+        return Finding(
+            name, "warn", f"{detail}; it may not be read and written", "give the node's user access"
+        )
+    return Finding(name, "ok" if capacity <= size else "warn", detail)
+
+
+def device_bytes(path: Path) -> int:
+    """The size of a block device; needs no right to open it."""
+    number = path.stat().st_rdev
+    sectors = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/size").read_text()
+    return int(sectors) * 512  # always this unit
+
+
+def _disk(name: str, path: Path, capacity: int, run_path: Path) -> Iterator[Finding]:
+    if not path.parent.exists() and path.parent != run_path:  # the node makes its run folder, no other
+        yield Finding(name, "warn", f"there is no folder {path.parent}", f"mkdir -p {path.parent}")
     folder = existing(path.parent)
     free = shutil.disk_usage(folder).free + (path.stat().st_blocks * 512 if path.exists() else 0)
     detail = f"{path}: cap {capacity / GIB:.2f} GiB, {free / GIB:.2f} GiB free for it"
@@ -329,6 +352,21 @@ def choose_fabric(config: Config, host: HostConfig) -> tuple[str | None, str]:
         }[kind]
         return kind, "; ".join([*skipped, f"first usable of {', '.join(host.fabrics)}", reason])
     return None, "; ".join(skipped)
+
+
+def _keys(config: Config) -> Iterator[Finding]:
+    curve = config.gateway.curve
+    if curve is None:
+        return
+    try:
+        curve.secret_key()
+        known = len(config.authorized_keys())
+    except ConfigError as error:
+        yield Finding("CURVE keys", "warn", str(error), "dpurt keys generate STEM makes a pair")
+        return
+    yield Finding(
+        "CURVE keys", "ok" if known else "warn", f"the secret key can be read; {known} clients are known"
+    )
 
 
 def _salts(config: Config) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -10,12 +11,22 @@ import msgspec
 
 from dpurt.errors import ConfigError
 
-__all__ = ["add_json_argument", "write_json"]
+__all__ = ["add_json_argument", "check_writable", "write_json"]
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Declare ``--json``; `args.json` is a path, ``"-"`` or None."""
     parser.add_argument("--json", metavar="FILE", help="write JSON to FILE, or to stdout for -, and no text")
+
+
+def check_writable(path: Path) -> None:
+    """ConfigError when no file can be written there; for commands that write only at their end. Writes nothing."""
+    if path.is_dir():
+        raise ConfigError(str(path), "cannot write: it is a folder")
+    if not path.parent.is_dir():
+        raise ConfigError(str(path), f"cannot write: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(str(path), "cannot write: permission denied")
 
 
 def write_json(target: str, value: object) -> None:

@@ -37,6 +37,10 @@ def generate() -> KeyPair:
 
 def save(pair: KeyPair, stem: Path) -> tuple[Path, Path]:
     """Write `stem.secret` and `stem.pub`; refuses to overwrite. Returns both paths."""
+    if not stem.name:
+        raise ConfigError(
+            str(stem), "is a folder: give the files a name, as in node for node.secret and node.pub"
+        )
     secret, public = _beside(stem, ".secret"), _beside(stem, ".pub")
     if public.exists():
         raise ConfigError(str(public), "exists already; remove it first if it is not used any more")

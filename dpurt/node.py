@@ -50,6 +50,10 @@ from dpurt.runtime.actor import RestartPolicy, supervise
 
 log = structlog.get_logger()
 DRAIN_S = 10.0
+FOREIGN = (
+    "these segments of the store are of spaces, or epochs of spaces, that this topology does not have; "
+    "their room will be used again (was a field of a space changed?)"
+)
 VITAL = RestartPolicy()
 ADVICE = RestartPolicy(is_vital=False)
 
@@ -79,7 +83,10 @@ class Node:
             self.store = await self._open_store(bdev)
             self._build(bdev)
             await self._rebuild()
-            await self._serve(task_status)
+            try:
+                await self._serve(task_status)
+            finally:
+                (self.config.node.run_path / "admin.sock").unlink(missing_ok=True)
             await self.store.aclose()
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + DRAIN_S):
@@ -124,15 +131,11 @@ class Node:
         spec = self.config.bdev[0]
         params = spec.open_params(self.config)
         if isinstance(spec, FileBdevConfig) and not self._may_format:
-            await self._survey(spec.full_path(self.config), spec.capacity(self.config))
+            path = spec.full_path(self.config)
+            if has_content(path):  # refuse somebody else's file before it is grown to the size of a store
+                async with aclosing(await FileBdev.open(path)) as found:
+                    await BlockStore.survey(found, deadline_s=spec.deadline_s)
         return await open_bdev(spec.kind, **params)
-
-    @staticmethod
-    async def _survey(path: Path, size: int) -> None:
-        """Refuse somebody else's file before it is grown to the size of a store."""
-        if path.is_file() and 0 < path.stat().st_size < size:
-            async with aclosing(await FileBdev.open(path)) as bdev:
-                await BlockStore.survey(bdev)
 
     async def _open_store(self, bdev: Bdev) -> BlockStore:
         spec = self.config.bdev[0]
@@ -230,6 +233,8 @@ class Node:
     async def _rebuild(self) -> None:
         layouts = {state.fingerprint: state.layout for state in self.index.spaces.values()}
         rebuilt = await self.store.rebuild(layouts)
+        if rebuilt.foreign_segments:
+            log.warning("foreign_segments", count=rebuilt.foreign_segments, detail=FOREIGN)
         states = {state.fingerprint: state for state in self.index.spaces.values()}
         orphans = 0
         now = trio.current_time()
@@ -290,7 +295,8 @@ class Node:
             "node": self._node_stats(),
             "hosts": {name: asdict(counters) for name, counters in self.gateway.hosts.counters.items()},
             "gateway": {
-                "messages": self.gateway.messages, "sessions": len(self.gateway.hosts.sessions),
+                "messages": self.gateway.messages, "denied": self.gateway.denied,
+                "sessions": len(self.gateway.hosts.sessions),
                 "scopes": sum(len(s.scopes) for s in self.gateway.hosts.sessions.values()),
                 "errors": dict(self.gateway.errors), "sessions_ended": dict(self.gateway.hosts.ended),
             },
@@ -343,6 +349,11 @@ class Node:
 def totals(row: Totals) -> dict[str, object]:
     """A row of the ledger, with what it amounts to."""
     return {**asdict(row), "accuracy": row.accuracy, "coverage": row.coverage}
+
+
+def has_content(path: Path) -> bool:
+    """Whether there is a regular file that is not empty."""
+    return path.is_file() and path.stat().st_size > 0
 
 
 def plain(stats: object) -> dict[str, object]:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import pytest
 import dpurt
 from dpurt import cli, doctor, keys
 from dpurt.bench.result import BenchResult, Figure
+from dpurt.client import admin
 from dpurt.commands import bench
 from dpurt.commands import doctor as doctor_command
 from dpurt.config import load_config
@@ -178,6 +181,73 @@ def test_salt_file_is_private_and_long_enough(tmp_path: Path) -> None:
     assert keys.generate_salt() != keys.generate_salt()
 
 
+@pytest.mark.parametrize("stem", ["/", "", "."])
+def test_a_folder_is_no_name_for_keys(stem: str) -> None:
+    assert cli.main(["keys", "generate", stem]) == 2
+
+
+# --- a running node ---
+
+
+def write_topology(folder: Path) -> str:
+    text = (ROOT / "topology" / "laptop.toml").read_text()
+    text = text.replace('"2 GiB"', '"128 MiB"').replace("[node]", f'[node]\nrun_dir = "{folder / "run"}"')
+    (folder / "node.toml").write_text(text)
+    return str(folder / "node.toml")
+
+
+def test_a_socket_nobody_listens_at_is_noticed_at_once(tmp_path: Path, capsys: Capture) -> None:
+    topology = write_topology(tmp_path)
+    (tmp_path / "run").mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "run" / "admin.sock"))
+    began = time.monotonic()
+    assert cli.main(["stats", topology]) == 1
+    assert "the node has ended" in capsys.readouterr().err
+    assert time.monotonic() - began < admin.BUDGET_S / 2
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"{}", b"[1099511627776]", b"[-1]", b'["a"]'])
+def test_wrong_token_files_are_one_line_and_exit_code_2(
+    content: bytes | None, tmp_path: Path, capsys: Capture
+) -> None:
+    tokens = tmp_path / "ids.json"
+    if content is not None:
+        tokens.write_bytes(content)
+    assert cli.main(["explain", "llama-3.2-1b", "--tokens", str(tokens)]) == 2
+    assert cli.main(["explain", "llama-3.2-1b", "--tokens", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("words", [["explain", "ghost", "--digest", "00"], ["epoch", "bump", "ghost"]])
+def test_an_unknown_space_is_exit_code_2_and_lists_the_known(words: list[str], capsys: Capture) -> None:
+    assert cli.main(words) == 2
+    assert "known: llama-3.2-1b" in capsys.readouterr().err
+
+
+def test_serve_refuses_what_it_cannot_do_before_it_starts(tmp_path: Path, capsys: Capture) -> None:
+    assert cli.main(["serve", "laptop", "--ready-file", str(tmp_path / "no" / "ready")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "laptop", "--log-level", "bogus"])
+    assert caught.value.code == 2
+
+
+def test_a_json_log_has_nothing_else_in_it(tmp_path: Path) -> None:
+    topology = Path(write_topology(tmp_path))
+    topology.write_text(topology.read_text().replace("tcp://127.0.0.1:7571", "tcp://127.0.0.1:0"))
+    ready = tmp_path / "ready"
+    words = [sys.executable, "-m", "dpurt", "serve", str(topology), "--log-json", "--ready-file", str(ready)]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as node:
+        while not ready.exists() and node.poll() is None:
+            time.sleep(0.02)
+        node.terminate()
+        _, log = node.communicate(timeout=30)
+    assert node.returncode == 0, log
+    assert "node_up" in {json.loads(line)["event"] for line in log.splitlines()}
+    assert not (tmp_path / "run" / "admin.sock").exists()
+
+
 # --- doctor ---
 
 
@@ -207,8 +277,41 @@ def test_doctor_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_doctor_says_when_a_disk_cannot_hold_the_cap(tmp_path: Path) -> None:
-    finding, *_ = doctor._disk("bdev x", tmp_path / "kv.img", 1 << 60)
+    finding, *_ = doctor._disk("bdev x", tmp_path / "kv.img", 1 << 60, tmp_path)
     assert finding.state == "warn"
+
+
+def test_doctor_misses_the_folder_of_a_file_but_not_the_one_the_node_makes(tmp_path: Path) -> None:
+    file = tmp_path / "no" / "kv.img"
+    assert "there is no folder" in next(doctor._disk("bdev x", file, 4096, tmp_path)).detail
+    assert all(f.state == "ok" for f in doctor._disk("bdev x", file, 4096, file.parent))
+
+
+def test_doctor_compares_the_cap_with_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._device("bdev x", Path("/dev/dpurt-absent0n1"), 4096).state == "warn"
+    monkeypatch.setattr(Path, "is_block_device", lambda self: True)
+    monkeypatch.setattr(doctor, "device_bytes", lambda path: 1 << 30)
+    (tmp_path / "disk").touch()
+    assert doctor._device("bdev x", tmp_path / "disk", 1 << 30).state == "ok"
+    assert doctor._device("bdev x", tmp_path / "disk", (1 << 30) + 1).state == "warn"
+
+
+def test_doctor_misses_curve_keys(tmp_path: Path) -> None:
+    text = Path(write_topology(tmp_path)).read_text()
+    curve = '[gateway.curve]\nsecret_key_file = "node.secret"\nauthorized_keys_dir = "clients"\n\n[staging]'
+    (tmp_path / "node.toml").write_text(text.replace("[staging]", curve, 1))
+
+    def found() -> tuple[str, str]:
+        [finding] = [f for f in doctor.examine(load_config(tmp_path / "node.toml")) if f.name == "CURVE keys"]
+        return finding.state, finding.detail
+
+    assert found()[0] == "warn"
+    keys.save(keys.generate(), tmp_path / "node")
+    assert (found()[0], "no folder of public keys" in found()[1]) == ("warn", True)
+    (tmp_path / "clients").mkdir()
+    assert (found()[0], "0 clients" in found()[1]) == ("warn", True)
+    keys.save(keys.generate(), tmp_path / "clients" / "gpu")
+    assert found()[0] == "ok"
 
 
 def test_doctor_names_the_fabric_and_why() -> None:

@@ -364,6 +364,20 @@ def test_staging_below_twice_the_lookahead_is_warned_about() -> None:
     assert not any("limit the hit rate" in warning for warning in config_from(tree()).warnings())
 
 
+def test_parts_that_contradict_the_geometry_are_warned_about() -> None:
+    def of(**space: object) -> list[str]:
+        made = changed(lambda t: t["space"][0].update(**space))
+        made["space"][0]["geometry"]["groups"][0].update(part_bytes=16 * 2 * 2 * 1 * 64 * 2)
+        return [warning for warning in config_from(made).warnings() if "part_bytes" in warning]
+
+    assert of() == of(kv_dtype="bf16") == []
+    assert "come to: 16,384" in of(kv_dtype="float32")[0]
+    assert of(kv_dtype="float32", tp_size=2) == []
+    assert of(kv_dtype="something-new") == []
+    for name in ready_topologies():
+        assert not any("part_bytes" in warning for warning in load_config(name).warnings())
+
+
 def file_config(tmp_path: Path, **differences: object) -> tuple[Config, FileBdevConfig]:
     bdev = {"name": "f", "kind": "file", "path": "kv.img", "size_bytes": "1 GiB", "segment_bytes": "4 MiB"}
     config = config_from(
@@ -392,6 +406,17 @@ def test_byte_cap_defaults_to_the_size_but_never_to_more_than_is_safe(
         bdev.capacity(config)
     config, bdev = file_config(tmp_path, capacity_bytes="200 MiB")
     assert bdev.capacity(config) == 200 << 20
+
+
+def test_a_file_is_made_as_large_as_its_safe_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, bdev = file_config(tmp_path)
+    monkeypatch.setattr("dpurt.config.schema.safe_bytes", lambda path: 100 << 20)
+    assert bdev.open_params(config)["size_bytes"] == 100 << 20
+
+
+def test_the_room_in_dev_does_not_limit_a_device_even_a_missing_one(tmp_path: Path) -> None:
+    config, bdev = file_config(tmp_path, path="/dev/dpurt-absent0n1", size_bytes="64 TiB")
+    assert bdev.open_params(config)["size_bytes"] == bdev.capacity(config) == 64 << 40
 
 
 def test_safe_bytes_count_what_the_file_holds_as_free(tmp_path: Path) -> None:
@@ -434,6 +459,21 @@ def test_run_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert node.make_run_dir() == node.run_path
     node.run_path.chmod(0o755)
     with pytest.raises(ConfigError, match="others can enter"):
+        node.make_run_dir()
+
+
+@pytest.mark.parametrize(("mode", "is_right"), [(0o700, True), (0o755, True), (0o775, False), (0o777, False)])
+def test_a_named_run_folder_that_others_can_write_is_refused(
+    mode: int, is_right: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(mode)
+    node = config_from(changed(lambda t: t.update(node={"run_dir": str(folder)}))).node
+    if is_right:
+        assert node.make_run_dir() == folder
+        return
+    with pytest.raises(ConfigError, match="others can write"):
         node.make_run_dir()
 
 

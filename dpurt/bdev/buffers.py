@@ -13,11 +13,13 @@ import numpy as np
 
 __all__ = ["address_of", "aligned_buffer", "total_bytes"]
 
+_Byte = ctypes.c_char
+
 
 def address_of(view: memoryview) -> int:
     """Address of the first byte of a non-empty contiguous view, writable or not. Valid while the view is."""
     if not view.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(view))  # a fifth of the cost of the way below
+        return ctypes.addressof(_Byte.from_buffer(view))
     address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return address
 
@@ -28,4 +30,4 @@ def aligned_buffer(length: int) -> memoryview:
 
 
 def total_bytes(buffers: Sequence[memoryview]) -> int:
-    return sum(len(buffer) for buffer in buffers)
+    return sum(map(len, buffers))

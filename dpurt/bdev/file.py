@@ -28,7 +28,6 @@ from pathlib import Path
 import trio
 
 from dpurt.bdev import BdevInfo, BdevStats
-from dpurt.bdev.buffers import address_of
 from dpurt.bdev.linux_aio import FDSYNC, PREADV, PWRITEV, AioContext
 from dpurt.bdev.operation_queue import Operation, OperationQueue
 from dpurt.errors import BdevError
@@ -49,38 +48,6 @@ class _OpenedFile:
     buffered_reason: str | None
 
 
-class _Transfer:
-    """An operation's bytes that are still to be moved."""
-
-    __slots__ = ("offset", "operation", "pieces", "slot")
-
-    def __init__(self, operation: Operation, slot: int) -> None:
-        self.operation = operation
-        self.slot = slot
-        self.offset = operation.offset
-        self.pieces = [(address_of(b), len(b)) for b in operation.buffers if len(b)]
-
-    def next_pieces(self, limit: int) -> list[tuple[int, int]]:
-        """The next pieces, at most `limit` bytes and `_MAX_IOVECS` of them."""
-        chosen = []
-        for address, length in self.pieces[:_MAX_IOVECS]:
-            chosen.append((address, min(length, limit)))
-            limit -= chosen[-1][1]
-            if not limit:
-                break
-        return chosen
-
-    def advance(self, done: int) -> None:
-        """`done` bytes have been moved."""
-        self.offset += done
-        while done:
-            address, length = self.pieces.pop(0)
-            if done < length:
-                self.pieces.insert(0, (address + done, length - done))
-                return
-            done -= length
-
-
 class FileBdev:
     """See `Bdev`. Make one with `await FileBdev.open(...)`."""
 
@@ -92,7 +59,7 @@ class FileBdev:
         self._aio = AioContext(info.queue_depth, _MAX_IOVECS)
         self._queue = OperationQueue(info, self._launch)
         self._free_slots = list(range(info.queue_depth))
-        self._transfers: dict[int, _Transfer] = {}
+        self._in_slot: dict[int, Operation] = {}
         self._reaping = trio.CancelScope()
         self._reaped = trio.Event()
         self._is_closed = False
@@ -184,52 +151,56 @@ class FileBdev:
         if operation.kind == "deallocate":
             trio.lowlevel.spawn_system_task(self._discard, operation)
             return
-        transfer = _Transfer(operation, self._free_slots.pop())
-        self._transfers[transfer.slot] = transfer
-        self._send(transfer)
+        slot = self._free_slots.pop()
+        self._in_slot[slot] = operation
+        self._send(slot, operation)
 
-    def _send(self, transfer: _Transfer) -> None:
-        pieces = transfer.next_pieces(self.info.max_transfer_bytes)
-        opcode = _OPCODES[transfer.operation.kind]
-        self._aio.prepare(transfer.slot, opcode, self._fd, transfer.offset, pieces)
+    def _send(self, slot: int, operation: Operation) -> None:
+        pieces = operation.pieces
+        if operation.length - operation.moved > self.info.max_transfer_bytes or len(pieces) > _MAX_IOVECS:
+            pieces = _first(pieces, self.info.max_transfer_bytes)
+        self._aio.prepare(
+            slot, _OPCODES[operation.kind], self._fd, operation.offset + operation.moved, pieces
+        )
         if not self._submits_inline:
-            trio.lowlevel.spawn_system_task(self._submit_in_thread, transfer)
+            trio.lowlevel.spawn_system_task(self._submit_in_thread, slot)
             return
         try:
-            self._aio.submit(transfer.slot)
+            self._aio.submit(slot)
         except OSError as error:
-            self._end(transfer, error.errno or errno.EIO)
+            self._end(slot, error.errno or errno.EIO)
 
-    async def _submit_in_thread(self, transfer: _Transfer) -> None:
+    async def _submit_in_thread(self, slot: int) -> None:
         try:
-            await trio.to_thread.run_sync(self._aio.submit, transfer.slot)
+            await trio.to_thread.run_sync(self._aio.submit, slot)
         except OSError as error:
-            self._end(transfer, error.errno or errno.EIO)
+            self._end(slot, error.errno or errno.EIO)
 
     async def _reap(self) -> None:
         with self._reaping:
             while True:
                 await trio.lowlevel.wait_readable(self._aio.event_fd)
                 for slot, result in self._aio.reap():
-                    self._progress(self._transfers[slot], result)
+                    self._progress(slot, result)
         self._reaped.set()
 
-    def _progress(self, transfer: _Transfer, result: int) -> None:
+    def _progress(self, slot: int, result: int) -> None:
+        operation = self._in_slot[slot]
         if result < 0:
-            self._end(transfer, -result)
+            self._end(slot, -result)
             return
-        transfer.advance(result)
-        if not transfer.pieces:
-            self._end(transfer, 0)
+        operation.moved += result
+        if operation.moved == operation.length:
+            self._end(slot, 0)
         elif result == 0 or result % self.info.block_size:
-            self._end(transfer, errno.ENODATA)
+            self._end(slot, errno.ENODATA)
         else:
-            self._send(transfer)
+            operation.pieces = _rest(operation.pieces, result)
+            self._send(slot, operation)
 
-    def _end(self, transfer: _Transfer, code: int) -> None:
-        del self._transfers[transfer.slot]
-        self._free_slots.append(transfer.slot)
-        operation = transfer.operation
+    def _end(self, slot: int, code: int) -> None:
+        operation = self._in_slot.pop(slot)
+        self._free_slots.append(slot)
         error = self._queue.failure(operation, _status(code), os.strerror(code)) if code else None
         self._queue.answer(operation, error)
 
@@ -241,6 +212,26 @@ class FileBdev:
             except OSError as problem:
                 error = self._queue.failure(operation, _status(problem.errno), str(problem))
         self._queue.answer(operation, error)
+
+
+def _first(pieces: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    """The first pieces, at most `limit` bytes and `_MAX_IOVECS` of them."""
+    chosen = []
+    for address, length in pieces[:_MAX_IOVECS]:
+        chosen.append((address, min(length, limit)))
+        limit -= chosen[-1][1]
+        if not limit:
+            break
+    return chosen
+
+
+def _rest(pieces: list[tuple[int, int]], done: int) -> list[tuple[int, int]]:
+    """The pieces without their first `done` bytes."""
+    for i, (address, length) in enumerate(pieces):
+        if done < length:
+            return [(address + done, length - done), *pieces[i + 1 :]]
+        done -= length
+    return []
 
 
 def _status(code: int | None) -> str:

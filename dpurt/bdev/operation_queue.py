@@ -2,13 +2,16 @@
 counters.
 
 Theory of operation. An operation is *waiting* (beyond the depth), then *launched* (the device has it), then
-*answered*. The task that asked waits for the answer under its deadline. If it gives up, by deadline or
-cancellation, a waiting operation is withdrawn at once, a launched one becomes *abandoned*: the device may
-still touch its buffers, and the `settled` of the `BdevTimeout` returns when it has answered. An operation
-keeps its buffers alive until then.
+*answered*. The task that asked sleeps until the answer. If it gives up, by deadline or cancellation, a
+waiting operation is withdrawn at once, a launched one becomes *abandoned*: the device may still touch its
+buffers, and the `settled` of the `BdevTimeout` returns when it has answered. An operation keeps its buffers
+alive until then.
 
     asked ── check ──> waiting ──> launched ──> answered
       (deadline passed)   └─ withdrawn   └─ abandoned ──> answered
+
+Deadlines hang in one heap, with one alarm for all of them: a cancel scope per operation cost a third of the
+bookkeeping (measured: 6.5 of 21 us, beside what the device driver does).
 
 A backend gives `launch(operation)`, which must not block and must lead to exactly one `answer` call, on the
 Trio thread, maybe before it returns. One asked-for operation counts once: as read, write, error or timeout
@@ -17,6 +20,9 @@ Trio thread, maybe before it returns. One asked-for operation counts once: as re
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -28,21 +34,41 @@ from dpurt.errors import BdevError, BdevTimeout
 
 __all__ = ["Operation", "OperationQueue"]
 
+_MAX_STALE = 64  # deadlines of answered operations kept, to clear them out many at a time
+
 
 class Operation:
-    """One read, write, deallocate or flush. `kind` is the word used in errors."""
+    """One read, write, deallocate or flush. `kind` is the word used in errors.
 
-    __slots__ = ("answered", "buffers", "error", "is_abandoned", "is_launched", "kind", "length", "offset")
+    `moved` bytes are done, `pieces` (address, length) are to do: both are the backend's, to keep track in.
+    """
+
+    __slots__ = (
+        "asker",
+        "buffers",
+        "error",
+        "is_answered",
+        "is_launched",
+        "kind",
+        "length",
+        "moved",
+        "offset",
+        "pieces",
+        "settled",
+    )
 
     def __init__(self, kind: str, offset: int, length: int, buffers: Sequence[memoryview]) -> None:
         self.kind = kind
         self.offset = offset
         self.length = length
         self.buffers = buffers
-        self.answered = trio.Event()
+        self.pieces = [(address_of(buffer), len(buffer)) for buffer in buffers if buffer]
+        self.moved = 0
         self.error: BdevError | None = None
         self.is_launched = False
-        self.is_abandoned = False
+        self.is_answered = False
+        self.asker: trio.lowlevel.Task | None = None  # while it sleeps
+        self.settled: trio.Event | None = None  # from when it gave up
 
 
 class OperationQueue:
@@ -54,15 +80,20 @@ class OperationQueue:
         self._launch = launch
         self._waiting: deque[Operation] = deque()
         self._num_launched = 0
+        self._due: list[tuple[float, int, Operation]] = []
+        self._numbers = itertools.count()
+        self._alarm: trio.CancelScope | None = None
         self._idle = trio.Event()
-        self._idle.set()
         self._is_closed = False
 
     async def run(
         self, kind: str, offset: int, length: int, buffers: Sequence[memoryview], deadline: float
     ) -> None:
         """Carry out one operation. Raises BdevError or BdevTimeout as the `Bdev` contract says."""
-        self._check(kind, offset, length, buffers)
+        operation = Operation(kind, offset, length, buffers)
+        if (problem := self._problem(operation)) is not None:
+            self.stats.errors += 1
+            raise self.failure(operation, *problem)
         await trio.lowlevel.checkpoint_if_cancelled()
         if deadline <= trio.current_time():
             self.stats.timeouts += 1
@@ -70,9 +101,14 @@ class OperationQueue:
         if length == 0 and kind != "flush":
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        operation = Operation(kind, offset, length, buffers)
         self._enqueue(operation)
-        await self._wait(operation, deadline)
+        if operation.is_answered:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            if deadline < math.inf:
+                self._set_alarm(operation, deadline)
+            await self._sleep(operation)
+        self._conclude(operation)
 
     async def read(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
         await self.run("read", offset, total_bytes(buffers), buffers, deadline)
@@ -82,19 +118,29 @@ class OperationQueue:
 
     def answer(self, operation: Operation, error: BdevError | None = None) -> None:
         """The device is done with the operation and its buffers."""
-        assert not operation.answered.is_set(), "an operation is answered once"
+        assert not operation.is_answered, "an operation is answered once"
+        operation.is_answered = True
+        operation.buffers = ()  # its deadline may keep the operation for a while
         operation.error = error
-        self._num_launched -= operation.is_launched
         self.stats.in_flight -= 1
-        self.stats.abandoned -= operation.is_abandoned
-        operation.answered.set()
-        self._launch_waiting()
-        if not self.stats.in_flight:
+        if operation.is_launched:
+            self._num_launched -= 1
+        if operation.asker is not None:
+            trio.lowlevel.reschedule(operation.asker)
+            operation.asker = None
+        elif operation.settled is not None:
+            self.stats.abandoned -= operation.is_launched
+            operation.settled.set()
+        if self._waiting:
+            self._launch_waiting()
+        elif not self.stats.in_flight:
             self._idle.set()
 
     async def drain(self) -> None:
         """Return when nothing, abandoned or not, is unanswered."""
         while self.stats.in_flight:
+            if self._idle.is_set():
+                self._idle = trio.Event()
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
@@ -109,8 +155,6 @@ class OperationQueue:
     # --- inside ---
 
     def _enqueue(self, operation: Operation) -> None:
-        if not self.stats.in_flight:
-            self._idle = trio.Event()
         self.stats.in_flight += 1
         self._waiting.append(operation)
         self._launch_waiting()
@@ -122,38 +166,64 @@ class OperationQueue:
             operation.is_launched = True
             self._launch(operation)
 
-    async def _wait(self, operation: Operation, deadline: float) -> None:
-        if operation.answered.is_set():  # already: memory is that fast
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        else:
-            await self._wait_until(operation, deadline)
-        if operation.is_abandoned or not operation.is_launched:
+    async def _sleep(self, operation: Operation) -> None:
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._give_up(operation)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        operation.asker = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def _conclude(self, operation: Operation) -> None:
+        """The asker is awake again: the operation is answered, or past its deadline."""
+        if operation.settled is not None:
             self.stats.timeouts += 1
             raise BdevTimeout(
-                self._info.name, operation.kind, operation.offset, operation.length, operation.answered.wait
+                self._info.name, operation.kind, operation.offset, operation.length, operation.settled.wait
             )
         if operation.error is not None:
             self.stats.errors += 1
             raise operation.error
         self._count(operation)
 
-    async def _wait_until(self, operation: Operation, deadline: float) -> None:
-        with trio.CancelScope(deadline=deadline):
-            try:
-                await operation.answered.wait()
-            except trio.Cancelled:
-                self._give_up(operation)
-                raise
-
     def _give_up(self, operation: Operation) -> None:
-        if operation.answered.is_set():
-            return
+        operation.asker = None
+        operation.settled = trio.Event()
         if operation.is_launched:
-            operation.is_abandoned = True
             self.stats.abandoned += 1
         else:
             self._waiting.remove(operation)
             self.answer(operation)
+
+    # deadlines
+
+    def _set_alarm(self, operation: Operation, deadline: float) -> None:
+        if len(self._due) > 2 * self.stats.in_flight + _MAX_STALE:
+            self._due = [due for due in self._due if not due[2].is_answered]
+            heapq.heapify(self._due)
+        heapq.heappush(self._due, (deadline, next(self._numbers), operation))
+        if self._alarm is None:
+            self._alarm = trio.CancelScope(deadline=deadline)
+            trio.lowlevel.spawn_system_task(self._watch)
+        elif deadline < self._alarm.deadline:
+            self._alarm.deadline = deadline
+
+    async def _watch(self) -> None:
+        while self._due:
+            with trio.CancelScope(deadline=self._due[0][0]) as self._alarm:
+                await trio.sleep_forever()
+            self._expire()
+        self._alarm = None
+
+    def _expire(self) -> None:
+        now = trio.current_time()
+        while self._due and (self._due[0][0] <= now or self._due[0][2].is_answered):
+            operation = heapq.heappop(self._due)[2]
+            if operation.asker is not None:
+                trio.lowlevel.reschedule(operation.asker)
+                self._give_up(operation)
+
+    # counters
 
     def _count(self, operation: Operation) -> None:
         if operation.kind == "read":
@@ -165,31 +235,29 @@ class OperationQueue:
         elif operation.kind == "deallocate":
             self.stats.bytes_deallocated += operation.length
 
-    def _check(self, kind: str, offset: int, length: int, buffers: Sequence[memoryview]) -> None:
-        problem = self._problem(offset, length, buffers)
-        if problem is not None:
-            self.stats.errors += 1
-            raise BdevError(self._info.name, kind, offset, length, *problem)
+    # checks
 
-    def _problem(self, offset: int, length: int, buffers: Sequence[memoryview]) -> tuple[str, str] | None:
+    def _problem(self, operation: Operation) -> tuple[str, str] | None:
+        """(status, in words) of what is wrong with a request."""
         info = self._info
+        offset, length = operation.offset, operation.length
         if self._is_closed:
             return "closed", ""
-        if offset % info.block_size:
-            return "unaligned", f"the offset is not a multiple of {info.block_size}"
-        if length % info.block_size:
-            return "unaligned", f"the length is not a multiple of {info.block_size}"
+        if (offset | length) % info.block_size:
+            return "unaligned", f"the offset or length is not a multiple of {info.block_size}"
         if offset < 0 or length < 0 or offset + length > info.size_bytes:
             return "out_of_range", f"the device has {info.size_bytes} bytes"
-        for i, buffer in enumerate(buffers):
-            if (why := self._misalignment(buffer)) is not None:
-                return "unaligned", f"buffer {i} {why}"
+        for address, size in operation.pieces:
+            if size % info.block_size or address % info.buffer_align:
+                return "unaligned", _misalignment(info, operation.buffers)
         return None
 
-    def _misalignment(self, buffer: memoryview) -> str | None:
-        info = self._info
+
+def _misalignment(info: BdevInfo, buffers: Sequence[memoryview]) -> str:
+    """Names the first misaligned buffer."""
+    for i, buffer in enumerate(buffers):
         if len(buffer) % info.block_size:
-            return f"has {len(buffer)} bytes, not a multiple of {info.block_size}"
-        if len(buffer) and info.buffer_align > 1 and address_of(buffer) % info.buffer_align:
-            return f"starts at address {address_of(buffer):#x}, not aligned to {info.buffer_align}"
-        return None
+            return f"buffer {i} has {len(buffer)} bytes, not a multiple of {info.block_size}"
+        if buffer and address_of(buffer) % info.buffer_align:
+            return f"buffer {i} starts at address {address_of(buffer):#x}, not aligned to {info.buffer_align}"
+    raise AssertionError("called when one is misaligned")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,15 +23,28 @@ def ask(run_path: Path, request: m.Request, kind: type[T], budget_s: float = BUD
 
 async def _ask(run_path: Path, request: m.Request, kind: type[T], budget_s: float) -> T:
     path = run_path / "admin.sock"
-    if not path.exists():
-        raise NodeUnavailable(str(path), "no such socket: is the node running, with this run_dir?")
+    _knock(path)
     request.id = 1
-    with open_context() as context, ZmqSocket(context, "DEALER") as socket:
-        socket.connect(f"ipc://{path}")
+    with open_context() as context, ZmqSocket(context, "DEALER") as door:
+        door.connect(f"ipc://{path}")
         with trio.move_on_after(budget_s):
-            await socket.send([m.encode(request)])
-            return _expect((await socket.recv())[-1], kind)
+            await door.send([m.encode(request)])
+            return _expect((await door.recv())[-1], kind)
     raise NodeUnavailable(str(path), f"no answer in {budget_s:.0f} s")
+
+
+def _knock(path: Path) -> None:
+    """Raises NodeUnavailable at once when nobody listens: ZeroMQ would wait for somebody to come."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(str(path))
+    except FileNotFoundError:
+        why = "no such socket: is the node running, with this run_dir?"
+        raise NodeUnavailable(str(path), why) from None
+    except ConnectionRefusedError:
+        raise NodeUnavailable(str(path), "nobody listens there: the node has ended") from None
+    except OSError as error:
+        raise NodeUnavailable(str(path), error.strerror or str(error)) from error
 
 
 def _expect(frame: bytes, kind: type[T]) -> T:

@@ -187,7 +187,7 @@ class Client:
             pause = _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)]
             self._failures += 1
             self._not_before = trio.current_time() + pause
-            why = error.why if isinstance(error, NodeUnavailable) else str(error)
+            why = f"{error.endpoint}: {error.why}" if isinstance(error, NodeUnavailable) else str(error)
             raise NodeUnavailable(self.endpoint, why) from error
         self._failures = 0
         return session

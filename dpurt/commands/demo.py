@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
@@ -13,13 +17,15 @@ from dpurt.config.reading import parse_size
 from dpurt.demo import report
 from dpurt.demo.plan import TRACE_BLOCK_BYTES, Plan, make_plan
 from dpurt.demo.run import Outcome, play
+from dpurt.doctor import memory_bytes
 from dpurt.errors import ConfigError
-from dpurt.json_output import add_json_argument, write_json
+from dpurt.json_output import add_json_argument, check_writable, write_json
 from dpurt.progress import Progress
 from dpurt.replay.trace import read_mooncake
 
 TRACE = "mooncake_conversation_1600.jsonl.gz"
 SPARE_BYTES = 2 << 30
+MEMORY_SHARE = 0.8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,21 +61,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Play, show, judge: 1 when a byte was wrong, a host could not be served, or figures do not add up."""
+    _check_files(args)
     plan = _plan(args)
     quiet = args.json == "-"
     if not quiet:
         print(_intro(plan, args))
-    work = Path(tempfile.mkdtemp(prefix="dpurt-demo-", dir=args.dir))
-    try:
+    with _work_folder(args.dir) as work:
         outcomes = _play_all(plan, args, work, quiet)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     report.write_picture(args.picture, plan, outcomes)
     if not quiet:
         print(f"picture: {args.picture}")
     if args.json is not None:
         write_json(args.json, report.as_json(plan, outcomes))
     return 0 if all(is_good(outcome) for outcome in outcomes) else 1
+
+
+@contextmanager
+def _work_folder(parent: Path | None) -> Iterator[Path]:
+    """A folder and, inside the block, SIGTERM as an interrupt: neither it nor the processes outlive the block."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    work = Path(tempfile.mkdtemp(prefix="dpurt-demo-", dir=parent))
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """What is written at the end must not fail only then."""
+    if args.dir is not None and not (args.dir.is_dir() and os.access(args.dir, os.W_OK)):
+        raise ConfigError("--dir", f"{args.dir} is no folder that can be written")
+    check_writable(args.picture)
+    if args.json not in (None, "-"):
+        check_writable(Path(args.json))
 
 
 def is_good(outcome: Outcome) -> bool:
@@ -80,9 +105,12 @@ def is_good(outcome: Outcome) -> bool:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    if args.requests < 1 or args.speed <= 0 or not 0 < args.staging <= 1:
+    if args.requests < 1 or not 0 < args.speed < math.inf or not 0 < args.staging <= 1:
         raise ConfigError("demo", "--requests >= 1, --speed > 0 and 0 < --staging <= 1 are expected")
-    block_bytes = parse_size(args.block_bytes)
+    try:
+        block_bytes = parse_size(args.block_bytes)
+    except ValueError as error:
+        raise ConfigError("--block-bytes", str(error)) from error
     if block_bytes < 16384 or block_bytes % 16384:
         raise ConfigError("--block-bytes", f"expected a multiple of 16 KiB, got {args.block_bytes}")
     with resources.as_file(resources.files("dpurt.bench") / "traces" / TRACE) as shipped:
@@ -90,24 +118,40 @@ def _plan(args: argparse.Namespace) -> Plan:
     if not trace:
         raise ConfigError(str(args.trace), "the trace has no request")
     plan = make_plan(trace, block_bytes=block_bytes, staging_share=args.staging, speed=args.speed)
+    _check_room(plan, args)
+    return plan
+
+
+def _check_room(plan: Plan, args: argparse.Namespace) -> None:
+    available = memory_bytes()[1]
+    if plan.memory_bytes > MEMORY_SHARE * available:
+        raise ConfigError(
+            "--block-bytes",
+            f"{plan.memory_bytes:,} bytes of memory are needed and {available:,} are available; use smaller blocks, "
+            "fewer --requests or less --staging",
+        )
     free = shutil.disk_usage(args.dir or tempfile.gettempdir()).free
     if plan.store_bytes + SPARE_BYTES > free:
         raise ConfigError(
             "--dir",
             f"{plan.store_bytes:,} bytes of disk are needed and {free:,} are free; use fewer --requests",
         )
-    return plan
 
 
 def _intro(plan: Plan, args: argparse.Namespace) -> str:
     scales = report.scales(plan)
+    share = f"{plan.staging_blocks / plan.distinct_blocks:.0%} of them"
+    if plan.staging_blocks > args.staging * plan.distinct_blocks:
+        share += ", the least there is"
+    prefetch = "no prefetch" if args.policy == "none" else "with prefetch (--policy none shows it without)"
     return (
         f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on a file\n"
         f"  scales: time x{plan.speed:g} ({plan.span_s:.0f} s), bytes 1/{scales['bytes_scale']} "
         f"({plan.block_bytes >> 10} KiB for a 512-token block; the 70B model has {TRACE_BLOCK_BYTES >> 20} MiB);\n"
         f"  the trace has block ids only, so tokens and KV bytes are synthetic; there is no GPU\n"
         f"  {plan.block_refs:,} block references, {plan.distinct_blocks:,} distinct blocks "
-        f"({plan.store_bytes / 2**30:.1f} GiB file), staging {plan.staging_blocks:,} blocks ({args.staging:.0%})"
+        f"({plan.store_bytes / 2**30:.1f} GiB file),\n"
+        f"  staging {plan.staging_blocks:,} blocks ({share}), {prefetch}"
     )
 
 

@@ -14,13 +14,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("action", choices=["bump"])
     parser.add_argument("space")
-    parser.add_argument("--topology", default="laptop", help="the node's topology (for its run_dir)")
+    parser.add_argument(
+        "--topology", default="laptop", help="the node's topology, for its run_dir (default: laptop)"
+    )
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Bump."""
-    reply = ask(load_config(args.topology).node.run_path, m.EpochBump(space=args.space), m.Ok)
+    config = load_config(args.topology)
+    config.space_named(args.space)
+    reply = ask(config.node.run_path, m.EpochBump(space=args.space), m.Ok)
     if args.json is not None:
         write_json(args.json, {"space": args.space, "epoch": reply.count})
         return 0

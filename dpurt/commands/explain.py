@@ -20,7 +20,9 @@ from dpurt.wire import messages as m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("space")
-    parser.add_argument("--topology", default="laptop", help="the node's topology (for its run_dir)")
+    parser.add_argument(
+        "--topology", default="laptop", help="the node's topology, for its run_dir (default: laptop)"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--tokens", metavar="FILE|-", help="a JSON array of token ids, e.g. as a tokenizer prints"
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask and show. Exit code 1 when no node answers: then every block misses, for that reason."""
     config = load_config(args.topology)
+    config.space_named(args.space)
     request = m.Explain(space=args.space, tokens=_tokens(args, config), digests=_digests(args))
     try:
         blocks = ask(config.node.run_path, request, m.ExplainReply).blocks
@@ -64,13 +67,21 @@ def table(blocks: list[m.Reason]) -> list[str]:
 def _tokens(args: argparse.Namespace, config: Config) -> bytes | None:
     if args.tokens is None:
         return None
-    text = sys.stdin.read() if args.tokens == "-" else Path(args.tokens).read_text(encoding="utf-8")
     try:
-        ids = msgspec.json.decode(text, type=list[int])
-    except msgspec.DecodeError as error:
+        content = sys.stdin.buffer.read() if args.tokens == "-" else Path(args.tokens).read_bytes()
+        ids = msgspec.json.decode(content, type=list[int])
+    except OSError as error:
+        raise ConfigError(args.tokens, f"cannot read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(args.tokens, f"expected a JSON array of token ids: {error}") from error
-    width = config.to_space(args.space).geometry.token_bytes
-    return np.array(ids, f"<i{width}").tobytes()
+    width = config.space_named(args.space).geometry.token_bytes
+    limits = np.iinfo(f"<i{width}")
+    for i, token in enumerate(ids):
+        if not 0 <= token <= limits.max:
+            raise ConfigError(
+                f"{args.tokens}[{i}]", f"expected a token id from 0 to {limits.max}, got {token}"
+            )
+    return np.array(ids, limits.dtype).tobytes()
 
 
 def _digests(args: argparse.Namespace) -> list[bytes] | None:

@@ -12,6 +12,7 @@ import structlog
 import trio
 
 from dpurt.config import load_config
+from dpurt.json_output import check_writable
 from dpurt.node import Node
 
 
@@ -20,18 +21,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("topology", help="a TOML file, or the name of a ready one (laptop, host-cpu, ...)")
     parser.add_argument("--ready-file", type=Path, help="write the endpoint here once hosts may connect")
     parser.add_argument(
-        "--log-level", default=None, help="debug, info, warning, error (default: the topology's)"
+        "--log-level", choices=["debug", "info", "warning", "error"], help="default: the topology's"
     )
     parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--format",
+        action="store_true",
+        help="make a store of the device even if it holds other data, which is lost; a dpurt store is kept",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve."""
     config = load_config(args.topology)
+    if args.ready_file is not None:
+        check_writable(args.ready_file)
     set_up_logging(args.log_level or config.node.log_level, as_json=args.log_json)
     for warning in config.warnings():
         structlog.get_logger().warning("topology", detail=warning)
-    trio.run(_serve, Node(config), args.ready_file)
+    trio.run(_serve, Node(config, may_format=args.format), args.ready_file, args.log_json)
     return 0
 
 
@@ -50,17 +58,18 @@ def set_up_logging(level: str, *, as_json: bool) -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper(), logging.INFO)),
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 
 
-async def _serve(node: Node, ready_file: Path | None) -> None:
+async def _serve(node: Node, ready_file: Path | None, is_quiet: bool) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_stop_on_signal, signals, node)
             endpoint = await nursery.start(_run, node, nursery.cancel_scope)
-            print(f"dpurt: node {node.config.node.name} serves {endpoint}", file=sys.stderr, flush=True)
+            if not is_quiet:  # nothing but JSON in a JSON log
+                print(f"dpurt: node {node.config.node.name} serves {endpoint}", file=sys.stderr, flush=True)
             if ready_file is not None:
                 scratch = ready_file.with_suffix(".part")
                 scratch.write_text(endpoint)

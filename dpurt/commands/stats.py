@@ -13,7 +13,9 @@ from dpurt.wire import messages as m
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("topology", nargs="?", default="laptop", help="the node's topology (for its run_dir)")
+    parser.add_argument(
+        "topology", nargs="?", default="laptop", help="the node's topology, for its run_dir (default: laptop)"
+    )
     add_json_argument(parser)
 
 

@@ -21,6 +21,10 @@ MIN_SEGMENTS = 4  # of a bdev: one open, one being reclaimed, some that hold blo
 MIN_RECORDS = 4  # of a segment
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's path on Linux
 SEGMENT_HEADER_BYTES = 8192
+DTYPE_BYTES = {
+    "fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "half": 2, "bf16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1,
+    "fp8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
+}  # fmt: skip
 LONGEST_SOCKET_NAME = "/admin.sock"
 
 Problem = tuple[str, str]
@@ -212,6 +216,7 @@ def warnings(config: Config) -> Iterator[str]:
     yield from _small_staging(config)
     yield from _weak_secrets(config)
     yield from _odd_reach(config)
+    yield from _odd_parts(config)
     if len(config.bdev) > 1:
         yield f"only the first bdev, {config.bdev[0].name!r}, is used"
     if (
@@ -232,6 +237,25 @@ def _small_staging(config: Config) -> Iterator[str]:
                 f"staging holds {blocks} blocks of space {space.name!r}, less than twice the prefetch "
                 f"lookahead ({window}): it will limit the hit rate"
             )
+
+
+def _odd_parts(config: Config) -> Iterator[str]:
+    """Where packing and dtype tell a part's size, it is that of all heads, or of one shard's."""
+    for space in config.space:
+        bytes_each = DTYPE_BYTES.get(space.kv_dtype)
+        for group in space.geometry.groups:
+            if bytes_each is None or group.packing not in ("kv", "vk"):
+                continue
+            elements = (
+                2 * space.geometry.block_tokens * group.num_layers * group.num_kv_heads * group.head_size
+            )
+            whole = elements * bytes_each
+            shares = {whole, whole // space.tp_size, whole // (space.tp_size * space.pp_size)}
+            if group.part_bytes not in shares:
+                yield (
+                    f"part_bytes {group.part_bytes:,} of group {group.name!r} of space {space.name!r} is not what its layers, "
+                    f"heads, head_size, block_tokens and {space.kv_dtype} come to: {whole:,}"
+                )
 
 
 def _weak_secrets(config: Config) -> Iterator[str]:

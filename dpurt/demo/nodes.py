@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dpurt.client.admin import ask
 from dpurt.errors import NodeUnavailable
@@ -26,6 +28,35 @@ class Outside:
     device_bytes_read: int
     device_bytes_written: int
     cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes moved from and to the device, as the node and as the kernel count them. The kernel also counts what reading
+    the program took, and does not count reads of places in a file that were never written: compare differences between
+    two moments of a node that serves.
+    """
+
+    node_read: int
+    node_written: int
+    kernel_read: int
+    kernel_written: int
+
+    def __sub__(self, other: DeviceBytes) -> DeviceBytes:
+        return DeviceBytes(
+            self.node_read - other.node_read,
+            self.node_written - other.node_written,
+            self.kernel_read - other.kernel_read,
+            self.kernel_written - other.kernel_written,
+        )
+
+
+def device_bytes(stats: Mapping[str, Any], outside: Outside) -> DeviceBytes:
+    """The counts of one moment."""
+    bdev = stats["storage"]["bdev"]
+    return DeviceBytes(
+        bdev["bytes_read"], bdev["bytes_written"], outside.device_bytes_read, outside.device_bytes_written
+    )
 
 
 def observe(pid: int) -> Outside:
@@ -74,18 +105,29 @@ class NodeProcess:
         command = [sys.executable, "-m", "dpurt", "serve", str(self._topology), "--ready-file", str(ready)]
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        try:
+            self._wait_until(ready, began)
+        except BaseException:  # an interrupt too: nobody else would end it
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - began
+        self.endpoint = ready.read_text()
+
+    def _wait_until(self, ready: Path, began: float) -> None:
+        assert self._process is not None
         while not ready.exists():
             if self._process.poll() is not None or time.monotonic() - began > START_S:
-                self._process.kill()
                 tail = self._log.read_text(errors="replace")[-2000:]
                 raise NodeUnavailable(str(self._topology), f"it did not come up; its log ends:\n{tail}")
             time.sleep(0.01)
-        self.start_s = time.monotonic() - began
-        self.endpoint = ready.read_text()
 
     def stats(self) -> dict[str, object]:
         """The node's own statistics."""
         return ask(self._run_path, m.Stats(), m.StatsReply).stats
+
+    def device_bytes(self) -> DeviceBytes:
+        """Its counts and the kernel's, now."""
+        return device_bytes(self.stats(), observe(self.pid))
 
     def kill(self) -> None:
         """SIGKILL, and wait."""

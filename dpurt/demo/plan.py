@@ -15,6 +15,9 @@ HOSTS = ("gpu-a", "gpu-b")
 GROUPS = 4
 BLOCK_TOKENS = 512
 SEGMENT_BYTES = 64 << 20
+SEGMENT_RECORDS = 8  # at least
+INBOUND_BLOCKS = 64
+MIN_STAGING_BLOCKS = 64
 TRACE_BLOCK_BYTES = 512 * 327_680  # Llama-3-70B, FP16: what one 512-token block really has
 
 
@@ -32,11 +35,31 @@ class Plan:
     span_s: float
 
     @property
+    def record_bytes(self) -> int:
+        """A block with its header."""
+        return align_up(4096) + align_up(self.block_bytes)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Large enough for a few blocks, however large they are."""
+        return max(SEGMENT_BYTES, align_up(8192 + SEGMENT_RECORDS * self.record_bytes))
+
+    @property
     def store_bytes(self) -> int:
         """Room for every distinct block on the bdev, with some to spare."""
-        record = align_up(4096) + align_up(self.block_bytes)
-        segments = -(-self.distinct_blocks * record // (SEGMENT_BYTES - record - 8192)) + 6
-        return segments * SEGMENT_BYTES + (64 << 10)
+        used = self.segment_bytes - self.record_bytes - 8192
+        segments = -(-self.distinct_blocks * self.record_bytes // used) + 6
+        return segments * self.segment_bytes + (64 << 10)
+
+    @property
+    def memory_bytes(self) -> int:
+        """DRAM of the node: staging, and what hosts store through."""
+        return self.staging_blocks * self.record_bytes + len(HOSTS) * self.inbound_bytes
+
+    @property
+    def inbound_bytes(self) -> int:
+        """Of each host."""
+        return INBOUND_BLOCKS * self.block_bytes
 
 
 def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: float, speed: float) -> Plan:
@@ -50,14 +73,13 @@ def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: floa
         seen.update(blocks)
         refs += len(blocks)
     return Plan(
-        requests, block_bytes, len(seen), refs, ideal, max(64, int(len(seen) * staging_share)), speed,
+        requests, block_bytes, len(seen), refs, ideal, max(MIN_STAGING_BLOCKS, int(len(seen) * staging_share)), speed,
         trace[-1].timestamp_s / speed,
     )  # fmt: skip
 
 
 def topology_of(plan: Plan, directory: Path, fabric: str, policy: str, port: int) -> str:
     """The demo node's topology, as TOML."""
-    record = align_up(4096) + align_up(plan.block_bytes)
     part = plan.block_bytes // GROUPS
     groups = "\n".join(
         f'[[space.geometry.groups]]\nname = "layers-{20 * i}-{20 * i + 19}"\nnum_layers = 20\nnum_kv_heads = 8\n'
@@ -65,7 +87,7 @@ def topology_of(plan: Plan, directory: Path, fabric: str, policy: str, port: int
         for i in range(GROUPS)
     )
     hosts = "\n".join(
-        f'[[host]]\nname = "{name}"\nspaces = ["{SPACE}"]\nfabrics = ["{fabric}"]\ninbound_bytes = {64 * plan.block_bytes}\n'
+        f'[[host]]\nname = "{name}"\nspaces = ["{SPACE}"]\nfabrics = ["{fabric}"]\ninbound_bytes = {plan.inbound_bytes}\n'
         for name in HOSTS
     )
     return f"""\
@@ -78,7 +100,7 @@ run_dir = "{directory / "run"}"
 bind = "tcp://127.0.0.1:{port}"
 
 [staging]
-bytes = {plan.staging_blocks * record}
+bytes = {plan.staging_blocks * plan.record_bytes}
 
 [[bdev]]
 name = "flash"
@@ -86,7 +108,7 @@ kind = "file"
 path = "{directory / "flash.img"}"
 size_bytes = {plan.store_bytes}
 capacity_bytes = {plan.store_bytes}
-segment_bytes = {SEGMENT_BYTES}
+segment_bytes = {plan.segment_bytes}
 queue_depth = 16
 
 [[tenant]]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dpurt.demo.host import Job, PlannedRequest, Result
-from dpurt.demo.nodes import NodeProcess, Outside, observe
+from dpurt.demo.nodes import DeviceBytes, NodeProcess, Outside, device_bytes, observe
 from dpurt.demo.plan import HOSTS, SPACE, Plan, topology_of
 from dpurt.errors import DpurtError
 
@@ -38,12 +38,13 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run over one fabric."""
+    """One run over one fabric. `device`: what was moved while the node (the last one, with a crash) served."""
 
     fabric: str
     hosts: list[Result]
     stats: Mapping[str, Any]
     outside: Outside
+    device: DeviceBytes
     exit_code: int
     wall_s: float
     crash: Crash | None
@@ -58,13 +59,15 @@ def play(
     topology.write_text(topology_of(plan, directory, fabric, policy, _free_port()))
     began = time.monotonic()
     with NodeProcess(topology, directory / "run", directory / "node.log") as node:
+        before = node.device_bytes()
         start_at = time.time() + HEAD_START_S
-        hosts = [
-            _start_host(plan, i, topology, node.endpoint, fabric, start_at, directory)
-            for i in range(len(HOSTS))
-        ]
+        hosts: list[tuple[subprocess.Popen[bytes], Path]] = []
         try:
+            for i in range(len(HOSTS)):
+                hosts.append(_start_host(plan, i, topology, node.endpoint, fabric, start_at, directory))
             crashed = _crash(plan, node, start_at) if crash else None
+            if crashed is not None:
+                before = node.device_bytes()
             _wait(hosts, plan, start_at, progress)
         finally:
             for process, _ in hosts:
@@ -74,7 +77,8 @@ def play(
         exit_code = node.terminate()
     (directory / "flash.img").unlink()
     found = None if crashed is None else _crash_outcome(crashed, results, stats, node.start_s)
-    return Outcome(fabric, results, stats, outside, exit_code, time.monotonic() - began, found)
+    moved = device_bytes(stats, outside) - before
+    return Outcome(fabric, results, stats, outside, moved, exit_code, time.monotonic() - began, found)
 
 
 def _start_host(

@@ -7,8 +7,10 @@ growing (a peer that holds a descriptor cannot pull the pages from under us) and
 descriptor re-opened read-only; together with mode 0600 that is a wall between user ids, and a guard against
 bugs within one.
 
-Huge pages are taken when the machine has them; where it does not, `huge_pages_refused` says why in words for
-`doctor`.
+Huge pages reserved by the machine are taken when there are any; where there are none, `huge_pages_refused`
+says why in words for `doctor`, and the region is put together from transparent ones as far as they can be had
+(`collapse_refused`): as good for copies and kernel drivers, but not for a driver that needs the file system's
+page size to be huge (SPDK on PCIe).
 
 Leaves to others: who may map what (`dpurt.fabric.access`), how descriptors travel (`dpurt.fabric.shm`), slots
 (staging)."""
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from dpurt.errors import ConfigError
+from dpurt.fabric.huge_pages import collapse
 
 __all__ = ["MemfdRegion", "map_readonly", "map_writable", "next_landing_id"]
 
@@ -50,6 +53,7 @@ class MemfdRegion:
         self.name = name
         self.fd = -1
         self.huge_pages_refused: str | None = None if huge_pages else "not asked for"
+        self.collapse_refused: str | None = None if huge_pages else "not asked for"
         self._map: mmap.mmap | None = None
         if huge_pages:
             self._try_huge(size)
@@ -115,6 +119,10 @@ class MemfdRegion:
         self.size = -(-size // page_bytes) * page_bytes
         self.fd = os.memfd_create(f"dpurt:{self.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
+            os.fchmod(self.fd, 0o600)
+            os.ftruncate(self.fd, self.size)
+            if self.collapse_refused is None and not self.has_huge_pages:
+                self.collapse_refused = collapse(self.fd, self.size)
             self._map = _allocate(self.fd, self.size)
         except OSError as error:
             os.close(self.fd)
@@ -130,8 +138,6 @@ def _check_available(name: str, size: int) -> None:
 
 
 def _allocate(fd: int, size: int) -> mmap.mmap:
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, size)
     os.posix_fallocate(fd, 0, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -31,6 +31,7 @@ Leaves to others: what a lease is, when to push, reconnecting, checking the byte
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -165,7 +166,8 @@ class TcpFabric(FabricBase[TcpLink]):
         with listener(*self._bind) as listening:
             host, port = listening.getsockname()[:2]
             async with trio.open_nursery() as nursery:
-                everywhere = host in ("0.0.0.0", "::")  # no address to go to: hosts know how they reached us
+                # not an address to go to; hosts know how they reached us
+                everywhere = ipaddress.ip_address(host).is_unspecified
                 task_status.started({"port": port} if everywhere else {"host": host, "port": port})
                 while True:
                     sock = await accept(listening)

@@ -278,7 +278,7 @@ class LookupReply(Reply, tag="lookup_ok"):
     """`matched_blocks` can be loaded; split into `staging`, `in_flight` and `nvme` (they add up).
 
     `ready_ms`: estimate until the whole match is in staging. `miss`: why the block after the match is not here
-    (``explain`` says more), empty when the whole prompt is.
+    (``explain`` says more), empty when the whole prompt is. ``incomplete``: some shards of it are here, not all.
     """
 
     matched_blocks: int
@@ -343,7 +343,7 @@ class Ok(Reply, tag="ok"):
 
 
 class Reason(Struct, kw_only=True):
-    """Why one block missed (or ``present``)."""
+    """Why one block missed (or ``present``); ``incomplete`` when only some of its shards are here."""
 
     block: int
     reason: str

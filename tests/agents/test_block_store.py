@@ -118,18 +118,38 @@ async def test_blank_device_becomes_a_store_and_opens_again() -> None:
     assert rebuilt.records == []
 
 
-@pytest.mark.parametrize("at", [0, 1080, 32768, METADATA_BYTES + 64, (1 << 20) - 1])
+@pytest.mark.parametrize("at", [0, 1080, 32768, METADATA_BYTES + 64, (1 << 20) - 1, 1 << 20, (2 << 20) - 1])
 async def test_a_device_with_somebody_elses_data_is_refused_and_left_alone(at: int) -> None:
     bdev = MemoryBdev(2 << 20)
     bdev.image[at] = 0x53
     before = bytes(bdev.image)
-    with pytest.raises(ConfigError, match=r"not a dpurt store.*format=True"):
+    with pytest.raises(ConfigError, match=r"not a dpurt store.*serve --format"):
         await BlockStore.open(bdev, capacity_bytes=CAPACITY, segment_bytes=SEGMENT, clock=lambda: NOW)
     assert bdev.image == before
     await BlockStore.open(
         bdev, capacity_bytes=CAPACITY, segment_bytes=SEGMENT, clock=lambda: NOW, format=True
     )
     assert at >= METADATA_BYTES or bdev.image[at] != 0x53 or at in (0, 32768)
+
+
+@pytest.mark.parametrize("size", [64 << 20, (64 << 20) + 12288])
+async def test_foreign_data_is_looked_for_at_64_places_and_the_end(size: int) -> None:
+    bdev = MemoryBdev(size)
+    stride = size // 64 // 4096 * 4096
+    for at in ((1 << 20) + 17 * stride, (1 << 20) + 62 * stride + 65535, size - 1):
+        bdev.image[at] = 1
+        with pytest.raises(ConfigError, match="left untouched"):
+            await BlockStore.survey(bdev)
+        bdev.image[at] = 0
+    await BlockStore.survey(bdev)
+    assert bdev.stats.bytes_read < 5 * (6 << 20)
+    assert bdev.stats.writes == 0
+
+
+async def test_a_survey_knows_a_store() -> None:
+    bdev, store = await new_store()
+    await put(store, 1)
+    await BlockStore.survey(bdev)
 
 
 async def test_format_does_not_erase_a_store() -> None:

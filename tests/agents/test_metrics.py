@@ -43,7 +43,7 @@ async def ask(port: int, request: bytes) -> tuple[bytes, bytes]:
 
 def samples(page: bytes) -> dict[tuple[str, str], float]:
     families = text_string_to_metric_families(page.decode())
-    return {(s.name, s.labels["of"]): s.value for family in families for s in family.samples}
+    return {(s.name, s.labels.get("of", "")): s.value for family in families for s in family.samples}
 
 
 async def test_the_page_has_every_number_with_names_as_labels() -> None:
@@ -54,9 +54,9 @@ async def test_the_page_has_every_number_with_names_as_labels() -> None:
     assert samples(body) == {
         ("dpurt_node_uptime_s", ""): 1.5,
         ("dpurt_node_is_up", ""): 1.0,
-        ("dpurt_hosts_blocks", "gpu-a"): 3.0,
-        ("dpurt_hosts_blocks", "gpu-b"): 4.0,
-        ("dpurt_hosts_misses_no_room", "gpu-a"): 1.0,
+        ("dpurt_hosts_blocks_total", "gpu-a"): 3.0,
+        ("dpurt_hosts_blocks_total", "gpu-b"): 4.0,
+        ("dpurt_hosts_misses_no_room_total", "gpu-a"): 1.0,
         ("dpurt_prefetch_predictors_planned", "hint"): 2.0,
     }
 
@@ -101,3 +101,7 @@ async def test_a_whole_nodes_statistics_are_a_valid_page(tmp_path: Path) -> None
         assert page["dpurt_spaces_staging_total", "s"] == 64
         assert page["dpurt_node_incarnation", ""] == 1
         assert len(page) > 100
+        assert b'of=""' not in body
+        kinds = {family.name: family.type for family in text_string_to_metric_families(body.decode())}
+        assert kinds["dpurt_gateway_messages"] == kinds["dpurt_storage_bdev_bytes_read"] == "counter"
+        assert kinds["dpurt_gateway_sessions"] == kinds["dpurt_storage_bdev_in_flight"] == "gauge"

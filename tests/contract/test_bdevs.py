@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +212,52 @@ async def test_modelled_abandoned_read_still_lands_late(autojump_clock: trio.tes
     await caught.value.settled()
     assert trio.current_time() == pytest.approx(2.0)
     assert into == b"k" * 4096
+
+
+# --- deadlines ---
+
+
+async def test_each_operation_is_given_up_at_its_own_deadline(autojump_clock: trio.testing.MockClock) -> None:
+    bdev = FaultyBdev(MemoryBdev(1 << 20, queue_depth=2))
+    bdev.inject(Fault(op="read", kind="hang", count=10))
+    ends = {}
+
+    async def read(delay: float) -> None:
+        with pytest.raises(BdevTimeout):
+            await bdev.read_into(0, [aligned_buffer(4096)], trio.current_time() + delay)
+        ends[delay] = trio.current_time()
+
+    start = trio.current_time()
+    delays = [5.0, 3.0, 8.0, 1.0, 3.0001]
+    async with trio.open_nursery() as nursery:
+        for delay in delays:
+            nursery.start_soon(read, delay)
+            await trio.sleep(0.01)
+    for nth, delay in enumerate(delays):
+        assert ends[delay] - start == pytest.approx(delay + nth * 0.01)
+    assert (bdev.stats.timeouts, bdev.stats.abandoned) == (5, 2), "the others never reached the device"
+    bdev.resume()
+    await bdev.drain()
+    assert (bdev.stats.in_flight, bdev.stats.abandoned) == (0, 0)
+
+
+async def test_a_deadline_to_come_keeps_no_buffer_of_an_answered_operation(tmp_path: Path) -> None:
+    async with contextlib.aclosing(await FileBdev.open(tmp_path / "disk", size_bytes=1 << 20)) as bdev:
+        memory = mmap.mmap(-1, 4096)
+        await bdev.read_into(0, [memoryview(memory)], trio.current_time() + 1000)
+        memory.close()  # BufferError if somebody held it
+
+
+async def test_many_operations_leave_few_deadlines_behind(autojump_clock: trio.testing.MockClock) -> None:
+    bdev = ModelledBdev(1 << 20, profile=FAST)
+    buffer = aligned_buffer(4096)
+    tracemalloc.start()
+    try:
+        for _ in range(2000):
+            await bdev.read_into(0, [buffer], trio.current_time() + 1000)
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
 
 
 # --- faults ---

@@ -5,9 +5,54 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from dpurt import cli
+from dpurt.commands import demo
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--block-bytes", "foo"], ["--speed", "nan"], ["--speed", "inf"], ["--staging", "nan"], ["--requests", "0"],
+        ["--dir", "/nonexistent"], ["--picture", "/nonexistent/p.html"], ["--json", "/nonexistent/x"],
+        ["--picture", "/"], ["--trace", "/nonexistent"], ["--requests", "3", "--block-bytes", "16 TiB"],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_said_before_anything_runs(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "play", lambda *args, **kwargs: pytest.fail("it ran"))
+    assert cli.main(["demo", *words]) == 2
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_demo_with_its_processes_and_folder(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "dpurt", "demo", "--requests", "40", "--fabric", "shm", "--block-bytes", "16 KiB",
+        "--dir", str(tmp_path), "--picture", str(tmp_path / "hits.html"), "--json", "-",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        limit = time.monotonic() + 60
+        while not list(tmp_path.glob("*/shm/node.ready")):
+            assert process.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == cli.INTERRUPTED
+    assert list(tmp_path.iterdir()) == []
+    mine = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(tmp_path))]
+    assert mine == []
+
+
+def mentions(cmdline: Path, word: str) -> bool:
+    try:
+        return word.encode() in cmdline.read_bytes()
+    except OSError:
+        return False
 
 
 @pytest.mark.slow

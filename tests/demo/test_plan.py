@@ -9,7 +9,7 @@ import pytest
 from dpurt.config import load_config
 from dpurt.core.record import RecordLayout
 from dpurt.demo.content import payload_of, tokens_of
-from dpurt.demo.plan import BLOCK_TOKENS, GROUPS, HOSTS, SEGMENT_BYTES, SPACE, make_plan, topology_of
+from dpurt.demo.plan import BLOCK_TOKENS, GROUPS, HOSTS, SEGMENT_BYTES, SPACE, Plan, make_plan, topology_of
 from dpurt.replay.trace import Request
 
 BLOCK_BYTES = 64 << 10
@@ -20,8 +20,8 @@ def request(at_s: float, *blocks: int, tokens: int | None = None) -> Request:
     return Request(timestamp_s=at_s, input_tokens=count, output_tokens=1, blocks=tuple(blocks))
 
 
-def plan_of(*trace: Request, speed: float = 1.0, staging_share: float = 0.5):  # type: ignore[no-untyped-def]
-    return make_plan(list(trace), block_bytes=BLOCK_BYTES, staging_share=staging_share, speed=speed)
+def plan_of(*trace: Request, speed: float = 1.0, block_bytes: int = BLOCK_BYTES) -> Plan:
+    return make_plan(list(trace), block_bytes=block_bytes, staging_share=0.5, speed=speed)
 
 
 def test_time_is_divided_by_the_speed() -> None:
@@ -48,6 +48,17 @@ def test_the_store_holds_every_distinct_block(blocks: int) -> None:
     record = 4096 + BLOCK_BYTES
     assert plan.store_bytes // SEGMENT_BYTES * ((SEGMENT_BYTES - 8192) // record) >= blocks
     assert plan.staging_blocks == max(64, blocks // 2)
+
+
+@pytest.mark.parametrize("block_bytes", [16 << 10, 60 << 20, 100 << 20, 1 << 30])
+def test_blocks_of_any_size_fit_their_segments(block_bytes: int, tmp_path: Path) -> None:
+    plan = plan_of(request(0, *range(10)), block_bytes=block_bytes)
+    assert plan.store_bytes >= 6 * plan.segment_bytes
+    assert plan.segment_bytes >= 8 * block_bytes
+    path = tmp_path / "topology.toml"
+    path.write_text(topology_of(plan, tmp_path, "tcp", "none", 7571))
+    assert load_config(path).bdev[0].segment_bytes == plan.segment_bytes
+    assert plan.memory_bytes > (64 + 2 * 64) * block_bytes
 
 
 def test_the_topology_is_valid_and_says_what_the_plan_says(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from dpurt.commands.demo import is_good
 from dpurt.demo import report
 from dpurt.demo.host import Result
-from dpurt.demo.nodes import Outside
+from dpurt.demo.nodes import DeviceBytes, Outside
 from dpurt.demo.plan import make_plan
 from dpurt.demo.run import OUTCOMES, Crash, Outcome
 from dpurt.replay.trace import Request
@@ -40,7 +40,8 @@ def stats_of(**ledger: int) -> dict[str, Any]:
 
 def outcome(*hosts: Result, crash: Crash | None = None, exit_code: int = 0, **ledger: int) -> Outcome:
     outside = Outside(101 * MIB, 21, 5 * MIB, 7 * MIB, 1.0)
-    return Outcome("shm", list(hosts), stats_of(**ledger), outside, exit_code, 1.0, crash)
+    device = DeviceBytes(5 * MIB, 7 * MIB, 5 * MIB, 7 * MIB)
+    return Outcome("shm", list(hosts), stats_of(**ledger), outside, device, exit_code, 1.0, crash)
 
 
 def test_the_ledger_adds_up_only_when_every_plan_has_an_outcome() -> None:
@@ -112,8 +113,23 @@ def test_timeline_shares_are_of_the_blocks_in_each_slice_of_time() -> None:
 def test_what_the_kernel_says_is_compared_with_tolerance() -> None:
     agrees = {name: ok for name, _, _, ok in report.compare_outside(outcome(result("a")))}
     assert all(agrees.values())
-    other = Outcome("shm", [], stats_of(), Outside(300 * MIB, 90, 200 * MIB, 90 * MIB, 1.0), 0, 1.0, None)
+    device = DeviceBytes(500 * MIB, 500 * MIB, 510 * MIB, 490 * MIB)
+    other = Outcome("shm", [], stats_of(), Outside(300 * MIB, 90, 0, 0, 1.0), device, 0, 1.0, None)
     assert not any(ok for _, _, _, ok in report.compare_outside(other))
+    assert f"DIFFER by {10 * MIB:,}" in report.text(PLAN, other)
+
+
+def test_device_bytes_of_the_start_are_not_compared() -> None:
+    start = DeviceBytes(node_read=70, node_written=2, kernel_read=10, kernel_written=3)
+    assert DeviceBytes(170, 12, 110, 13) - start == DeviceBytes(100, 10, 100, 10)
+
+
+def test_the_table_says_how_many_of_the_hits_came_from_dram() -> None:
+    [row] = [
+        line for line in report.text(PLAN, outcome(result("gpu-a"))).splitlines() if line.startswith("all")
+    ]
+    assert "70.0%" in row
+    assert f"{4 / 7:.1%}" in row
 
 
 def test_the_picture_is_one_page_that_loads_nothing(tmp_path: Path) -> None:

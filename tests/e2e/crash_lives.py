@@ -280,7 +280,7 @@ def one_life(folder: Path, number: int, seed: int) -> int:
     if child == 0:
         live(folder, last, rng, stay=True)
     if by_us:
-        time.sleep(rng.uniform(0.02, 0.4))
+        time.sleep(rng.uniform(0.02, 0.3))
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

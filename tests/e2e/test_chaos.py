@@ -31,7 +31,7 @@ from dpurt.testing.raw_host import raw_host
 from dpurt.wire import messages as m
 
 SEEDS = [int(seed) for seed in os.environ.get("DPURT_CHAOS_SEEDS", "1,2").split(",")]
-SECONDS = float(os.environ.get("DPURT_CHAOS_SECONDS", "4"))
+SECONDS = float(os.environ.get("DPURT_CHAOS_SECONDS", "3"))
 PARTS = 4
 PAYLOAD = PARTS * 4096
 SPACES = ("s", "ranks", "digests")
@@ -73,7 +73,9 @@ class Guest:
 
     async def run(self) -> None:
         while True:
-            self._number += 1
+            self._number += (
+                self._rng.random() < 0.9
+            )  # else it takes a name another task may be using: that is refused
             try:
                 await self._request(f"{self._name}-{self._number}")
             except DpurtError:

@@ -242,15 +242,6 @@ async def test_a_silent_fabric_leaves_the_next_one_time(tmp_path: Path) -> None:
                 assert list(client.fabric_failures) == ["shm"]
 
 
-async def test_a_node_that_listens_everywhere_is_reached_where_its_gateway_was(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "run", fabric={"tcp_bind": "tcp://0.0.0.0:0"})
-    async with running(config) as node, host(node, config, fabric="tcp") as client:
-        terms = await client.session(trio.current_time() + 5)
-        assert set(terms.fabric_address) == {"port"}
-        await store(client, "r", 0)
-        assert statuses(await load(client, "q", 0)) == ["ok"]
-
-
 @pytest.mark.parametrize(
     ("endpoint", "reached"),
     [

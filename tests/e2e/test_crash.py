@@ -146,9 +146,9 @@ def payload(block: int) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fabric", ["shm", "tcp"])
+@pytest.mark.parametrize(("fabric", "kills"), [("shm", 3), ("tcp", 2)])
 async def test_a_served_node_is_killed_and_started_again_under_a_client_that_recovers_by_itself(
-    tmp_path: Path, fabric: str
+    tmp_path: Path, fabric: str, kills: int
 ) -> None:
     groups = "".join(GROUP.format(i) for i in range(4))
     topology = tmp_path / "topology.toml"
@@ -161,10 +161,10 @@ async def test_a_served_node_is_killed_and_started_again_under_a_client_that_rec
             spaces = {"s": config.to_space("s")}
             async with connect(process.endpoint, host="host-a", spaces=spaces, fabrics=[fabric]) as client:
                 host = Host(client)
-                for _ in range(3):
+                for _ in range(kills):
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(host.run)
-                        await trio.sleep(0.5)
+                        await trio.sleep(0.4)
                         killed_at = trio.current_time()
                         await trio.to_thread.run_sync(process.kill)
                         await trio.to_thread.run_sync(process.start)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import trio
 
 from dpurt.client import Client, connect
@@ -146,10 +147,11 @@ async def test_a_block_another_host_stored_meanwhile_does_not_break_the_scopes_c
 async def test_a_scope_never_serves_the_blocks_of_another_prompt(tmp_path: Path) -> None:
     async with node_and_host(tmp_path) as (_, client):
         await store(client, "r", 0, 1)
-        assert await client.store("s", "r", tokens(7, 8), 0, payloads(7, 8)) == ["stored"] * 2
+        with pytest.raises(RemoteProtocolError, match="another prompt"):
+            await client.store("s", "r", tokens(7, 8), 0, payloads(7, 8))
         into = buffers(2)
         assert statuses(await client.load("r", 0, into)) == ["ok"] * 2
-        assert [bytes(view) for view in into] == payloads(7, 8)
+        assert [bytes(view) for view in into] == payloads(0, 1)
 
 
 async def test_stores_of_one_scope_may_overlap_and_come_in_any_length(tmp_path: Path, fabric: str) -> None:
@@ -341,6 +343,23 @@ async def test_a_match_counts_only_what_every_rank_has(tmp_path: Path, fabric: s
                 assert source == "nvme" or sources(loaded) == ["staging"] * 2
                 assert [bytes(view) for view in into] == wanted
             await empty_staging(node)
+
+
+async def test_a_block_without_all_its_shards_is_incomplete_and_explain_names_those(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"space": [small_space("s", tp_size=8)]}
+    async with node_and_host(tmp_path, **tables) as (_, client):
+        for shard in (0, 4):
+            assert await client.store("s", f"r{shard}", tokens(0), 0, payloads(0), shard=shard) == ["stored"]
+        found = await client.lookup("s", "q", tokens(0, 1))
+        assert (found.matched_blocks, found.miss) == (0, "incomplete")
+        for shard in (0, 1):  # all ranks hear the same
+            first, second = await client.explain("s", tokens(0, 1), shard=shard)
+            assert (first.reason, second.reason) == ("incomplete", "never_stored")
+            assert "of shards 0-7, 1-3, 5-7 are not here" in first.detail
+        for shard in (1, 2, 3, 5, 6, 7):
+            assert await client.store("s", f"r{shard}", tokens(0), 0, payloads(0), shard=shard) == ["stored"]
+        assert (await client.lookup("s", "q2", tokens(0))).matched_blocks == 1
+        assert await reasons(client, 0) == ["present"]
 
 
 async def test_a_bad_shard_takes_nothing_from_the_good_one(tmp_path: Path) -> None:
@@ -585,7 +604,7 @@ async def test_after_a_bump_a_client_of_the_old_weights_stores_and_loads_nothing
         await store(old, "r", 0)
         await bump(node)
         with pytest.raises(NodeUnavailable, match="stale_epoch"):
-            await old.store("s", "r", tokens(0, 1), 1, payloads(1))
+            await old.load("r", 0, buffers(1))
         for _ in range(2):
             with pytest.raises(
                 SpaceMismatch, match=r"'epoch'.*'1', host has '0'; new weights need a new client"
@@ -641,6 +660,24 @@ async def test_hits_from_before_a_restart_and_none_from_before_an_epoch(tmp_path
             assert (await client.lookup("s", "r", tokens(*range(20)))).matched_blocks == 0
             assert (await client.session(trio.current_time() + 5)).epochs == {"s": 1}
             assert node.store.incarnation == 3
+
+
+async def test_a_changed_space_is_told_at_the_start_and_nothing_of_it_served(tmp_path: Path) -> None:
+    device = file_bdev(tmp_path / "flash")
+    config = small_config(tmp_path / "run", **device)
+    changed = small_config(tmp_path / "run", space=[small_space("s", revision="r2")], **device)
+    with trio.fail_after(30):
+        async with running(config) as node, host(node, config) as client:
+            await store(client, "r", 0, 1)
+        told = []
+        for topology in (config, changed):
+            with structlog.testing.capture_logs() as logs:
+                async with running(topology) as node, host(node, topology) as client:
+                    found = await client.lookup("s", "r", tokens(0, 1))
+            told.append(
+                (found.matched_blocks, [x["count"] for x in logs if x["event"] == "foreign_segments"])
+            )
+        assert told == [(2, []), (0, [1])]
 
 
 async def test_stopping_drains_what_the_device_does_not_have_yet(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Keys:
         self.node, self.a, self.b, self.stranger = (keys.generate() for _ in range(4))
         self.secret_file, _ = keys.save(self.node, folder / "node")
 
-    def config(self, run_dir: Path) -> Config:
+    def config(self, run_dir: Path, **tables: Any) -> Config:
         return two_tenants(
             run_dir,
             gateway={
@@ -121,6 +121,7 @@ class Keys:
                 small_host("host-a", spaces=["red"], public_key=self.a.public),
                 small_host("host-b", spaces=["blue"], public_key=self.b.public),
             ],
+            **tables,
         )  # fmt: skip
 
     def client(self, pair: keys.KeyPair) -> CurveClient:
@@ -152,16 +153,31 @@ async def client_of(
 
 async def test_with_curve_a_known_key_is_served_and_any_other_gets_no_answer_at_all(tmp_path: Path) -> None:
     known = Keys(tmp_path)
-    with trio.fail_after(20):
+    with structlog.testing.capture_logs() as logs, trio.fail_after(20):
         async with running(known.config(tmp_path / "run")) as node:
             for curve in (None, known.client(known.stranger)):
                 async with client_of(node, "host-a", "red", curve=curve, timeout_s=0.4) as client:
                     with pytest.raises(NodeUnavailable):
                         await client.lookup("red", "r", PROMPT)
             assert node.gateway.messages == 0, "nothing of theirs was even read"
+            denied = [line for line in logs if line["event"] == "peer_denied"]
+            assert node.stats()["gateway"]["denied"] >= len(denied) > 0  # type: ignore[index]
+            assert {line["public_key"] for line in denied} == {known.stranger.public}
             async with client_of(node, "host-a", "red", curve=known.client(known.a)) as client:
                 payloads = [payload(i) for i in range(3)]
                 assert await client.store("red", "r", PROMPT, 0, payloads) == ["stored"] * 3
+
+
+async def test_a_node_that_listens_everywhere_is_reached_where_its_gateway_was(tmp_path: Path) -> None:
+    known = Keys(tmp_path)
+    config = known.config(tmp_path / "run", fabric={"tcp_bind": "tcp://0.0.0.0:0"})
+    with trio.fail_after(10):
+        async with (
+            running(config) as node,
+            client_of(node, "host-a", "red", curve=known.client(known.a)) as client,
+        ):
+            assert set((await client.session(trio.current_time() + 5)).fabric_address) == {"port"}
+            assert await client.store("red", "r", PROMPT, 0, [payload(0)]) == ["stored"]
 
 
 async def test_a_host_name_is_its_keys_alone(tmp_path: Path) -> None:
@@ -169,9 +185,14 @@ async def test_a_host_name_is_its_keys_alone(tmp_path: Path) -> None:
     with trio.fail_after(10):
         async with running(known.config(tmp_path / "run")) as node:
             async with client_of(node, "host-a", "red", curve=known.client(known.b)) as client:
-                with pytest.raises(RemoteProtocolError, match="unauthorised"):
+                with (
+                    structlog.testing.capture_logs() as logs,
+                    pytest.raises(RemoteProtocolError, match="unauthorised"),
+                ):
                     await client.lookup("red", "r", PROMPT)
             assert not node.gateway.hosts.sessions
+            [line] = [line for line in logs if line["event"] == "hello_refused"]
+            assert (line["log_level"], line["host"], line["code"]) == ("warning", "host-a", "unauthorised")
 
 
 async def test_a_session_is_not_inherited_by_another_key_that_takes_its_routing_id(tmp_path: Path) -> None:

@@ -89,3 +89,17 @@ def test_memory_that_cannot_be_had_is_said_at_start_and_leaks_no_descriptor():
     with pytest.raises(ValueError, match="size"):
         MemfdRegion(1, "empty", 0)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_large_region_is_put_together_from_huge_pages_or_says_why_not():
+    region = MemfdRegion(1, "large", (4 << 20) + 5000)
+    assert bytes(region.view) == bytes(region.size)
+    assert os.fstat(region.fd).st_blocks * 512 >= region.size
+    assert region.has_huge_pages or region.collapse_refused or transparent_huge_pages() >= 4 << 20
+    region.close()
+
+
+def transparent_huge_pages():
+    """Bytes of shared memory in them, in the whole machine."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("ShmemHugePages:"))
