@@ -18,7 +18,7 @@ from dpurt.demo import report
 from dpurt.demo.plan import TRACE_BLOCK_BYTES, Plan, make_plan
 from dpurt.demo.run import Outcome, play
 from dpurt.doctor import memory_bytes
-from dpurt.errors import ConfigError
+from dpurt.errors import ConfigError, DpurtError
 from dpurt.json_output import add_json_argument, check_writable, write_json
 from dpurt.progress import Progress
 from dpurt.replay.trace import read_mooncake
@@ -79,10 +79,20 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _work_folder(parent: Path | None) -> Iterator[Path]:
     """A folder and, inside the block, SIGTERM as an interrupt: neither it nor the processes outlive the block."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     work = Path(tempfile.mkdtemp(prefix="dpurt-demo-", dir=parent))
     try:
         yield work
+    except DpurtError:
+        if interrupts:  # it hit in the middle of something that then failed
+            raise KeyboardInterrupt from None
+        raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
         signal.signal(signal.SIGTERM, before)
