@@ -257,9 +257,12 @@ class SegmentLog:
         return left + max(0, len(self._free) - (0 if is_reappend else _RESERVE)) * slots
 
     def reappend_budget(self) -> int:
-        """Bytes that may be re-appended now without passing `MAX_WRITE_AMPLIFICATION`."""
+        """Bytes that may be re-appended now without passing `MAX_WRITE_AMPLIFICATION`, headers and seals to come included:
+        two blocks for each open segment, two for one the records may open, two for seals under way.
+        """
         allowed = int(self._accepted * (MAX_WRITE_AMPLIFICATION - 1.0))
-        return max(0, allowed - self._reappended - self._overhead)
+        to_come = HEADER_BLOCK * (2 * len(self._open) + 4)
+        return max(0, allowed - self._reappended - self._overhead - to_come)
 
     # --- placing and forgetting ---
 
