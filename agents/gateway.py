@@ -2,8 +2,7 @@
 
 What can be answered at once (lookup, hint, release, reserve ...) is answered in the receive loop itself, without a task
 switch. What waits (load, commit) runs in a task of its own, at most `max_inflight_per_client` a client, each with the
-deadline its message carries. What an answer does not depend on (telling staging and prefetch of an arrival) is done right
-after it was sent, in the same step. A host that stops reading is cut off. Sessions and scopes are in `dpurt.agents.hosts`.
+deadline its message carries. A host that stops reading is cut off. Sessions and scopes are in `dpurt.agents.hosts`.
 
 Restart: the sockets are bound again, to the same address; requests in hand are never answered. To a new socket every host
 is a stranger: it is told ``no_session`` and says hello again, and its old session ends with its link.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,7 +51,6 @@ from .staging import Acquired, StagingAgent
 
 log = structlog.get_logger()
 WATCH_S = 0.25
-BATCH = 16  # messages handled between two looks at the rest of the node
 UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
 UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
 
@@ -92,7 +89,6 @@ class GatewayAgent(Actor[None]):
         self.on_drain: Callable[[], None] = lambda: None
         self._socket: ZmqSocket | None = None
         self._nursery: trio.Nursery | None = None
-        self._afterwards: list[Callable[[], None]] = []
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
             m.Cancel: self._cancel, m.Explain: self._explain, m.Stats: self._stats, m.Ping: self._ping,
@@ -141,11 +137,8 @@ class GatewayAgent(Actor[None]):
 
     async def _serve_hosts(self, socket: ZmqSocket) -> None:
         while True:
+            # one a turn: what a lookup set in motion (prefetch) starts before the next message is looked at
             self._on_message(await socket.recv_frames())
-            for _ in range(BATCH - 1):
-                if (frames := socket.try_recv_frames()) is None:
-                    break
-                self._on_message(frames)
 
     def _on_message(self, frames: Sequence[zmq.Frame]) -> None:
         self.messages += 1
@@ -171,8 +164,6 @@ class GatewayAgent(Actor[None]):
             return
         if reply is not None and request.id:
             self._send(routing_id, reply)
-        while self._afterwards:
-            self._afterwards.pop()()
 
     def _dispatch(
         self, routing_id: bytes, key: str | None, session: Session | None, request: m.AnyRequest
@@ -254,7 +245,7 @@ class GatewayAgent(Actor[None]):
     ) -> None:  # fmt: skip
         scope = self.hosts.open_scope(session, request, state, tokens, digests, shard)
         scope.handles = state.index.handles(ids)
-        self._afterwards.append(partial(self._note_arrival, session, scope, ids))
+        self._note_arrival(session, scope, ids)
 
     def _note_arrival(self, session: Session, scope: Scope, ids: NDArray[np.int32]) -> None:
         """The chain was used, and will be again in a moment."""
