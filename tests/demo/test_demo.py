@@ -35,14 +35,15 @@ def test_sigterm_ends_the_demo_with_its_processes_and_folder(tmp_path: Path) -> 
         sys.executable, "-m", "dpurt", "demo", "--requests", "40", "--fabric", "shm", "--block-bytes", "16 KiB",
         "--dir", str(tmp_path), "--picture", str(tmp_path / "hits.html"), "--json", "-",
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         limit = time.monotonic() + 60
         while not list(tmp_path.glob("*/shm/node.ready")):
             assert process.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.05)
         process.terminate()
-        assert process.wait(60) == cli.INTERRUPTED
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == cli.INTERRUPTED, said
     assert list(tmp_path.iterdir()) == []
     mine = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(tmp_path))]
     assert mine == []
