@@ -18,7 +18,7 @@ from dpurt.demo import report
 from dpurt.demo.plan import TRACE_BLOCK_BYTES, Plan, make_plan
 from dpurt.demo.run import Outcome, play
 from dpurt.doctor import memory_bytes
-from dpurt.errors import ConfigError, DpurtError
+from dpurt.errors import ConfigError
 from dpurt.json_output import add_json_argument, check_writable, write_json
 from dpurt.progress import Progress
 from dpurt.replay.trace import read_mooncake
@@ -89,8 +89,8 @@ def _work_folder(parent: Path | None) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(prefix="dpurt-demo-", dir=parent))
     try:
         yield work
-    except DpurtError:
-        if interrupts:  # it hit in the middle of something that then failed
+    except Exception:
+        if interrupts:  # it hit in the middle of something that then failed, perhaps inside Trio
             raise KeyboardInterrupt from None
         raise
     finally:
