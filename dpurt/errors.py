@@ -79,7 +79,8 @@ class NodeUnavailable(DpurtError):
 class BdevError(DpurtError):
     """A block device operation failed. When this is raised the device no longer touches the buffers.
 
-    `status` is one of ``"io_error"``, ``"out_of_range"``, ``"unaligned"``, ``"short"``, ``"no_space"``, ``"closed"``.
+    `status` is one of ``"io_error"``, ``"out_of_range"``, ``"unaligned"``, ``"short"``, ``"no_space"``, ``"closed"``,
+    ``"unavailable"`` (the device or the way to it is down, maybe for a while) or ``"gone"`` (it no longer exists).
     """
 
     def __init__(self, bdev: str, op: str, offset: int, length: int, status: str, detail: str = "") -> None:

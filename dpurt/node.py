@@ -30,7 +30,7 @@ from dpurt.agents.segment_scan import StoredRecord
 from dpurt.agents.spaces import Slab, SpaceState
 from dpurt.agents.staging import StagingAgent
 from dpurt.agents.storage import StorageAgent
-from dpurt.bdev import Bdev
+from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
 from dpurt.config import Config, FileBdevConfig
@@ -50,6 +50,7 @@ from dpurt.runtime.actor import RestartPolicy, supervise
 
 log = structlog.get_logger()
 DRAIN_S = 10.0
+GIVE_S = 10.0  # for a device to map our memory
 FOREIGN = (
     "these segments of the store are of spaces, or epochs of spaces, that this topology does not have; "
     "their room will be used again (was a field of a space changed?)"
@@ -82,6 +83,10 @@ class Node:
         try:
             self.store = await self._open_store(bdev)
             self._build(bdev)
+            for region in self.regions:
+                await bdev.add_memory(
+                    DeviceMemory(region.fd, region.address, region.size), trio.current_time() + GIVE_S
+                )
             await self._rebuild()
             try:
                 await self._serve(task_status)

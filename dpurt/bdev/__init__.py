@@ -16,7 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Bdev", "BdevInfo", "BdevStats"]
+__all__ = ["Bdev", "BdevInfo", "BdevStats", "DeviceMemory"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Shared memory a device may be given: `length` bytes at `address` of this process, which are those of the
+    open file `fd` from its start (a memfd). The giver keeps it mapped and open until the bdev is closed.
+    """
+
+    fd: int
+    address: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,12 @@ class Bdev(Protocol):
 
     @property
     def stats(self) -> BdevStats: ...
+
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        """Many buffers to come are slices of this memory: a device that moves bytes there by itself is told
+        here. Buffers outside of all added memory work too, maybe by a copy. May do nothing. Raises BdevError.
+        """
+        ...
 
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
         """Fill `buffers`, in order, from the device starting at `offset`. All of it or an error."""

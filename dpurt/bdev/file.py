@@ -27,7 +27,7 @@ from pathlib import Path
 
 import trio
 
-from dpurt.bdev import BdevInfo, BdevStats
+from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
 from dpurt.bdev.linux_aio import FDSYNC, PREADV, PWRITEV, AioContext
 from dpurt.bdev.operation_queue import Operation, OperationQueue
 from dpurt.errors import BdevError
@@ -112,6 +112,9 @@ class FileBdev:
     @property
     def stats(self) -> BdevStats:
         return self._queue.stats
+
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        await trio.lowlevel.checkpoint()
 
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
         await self._queue.read(offset, buffers, deadline)

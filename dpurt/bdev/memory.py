@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpurt.bdev import BdevInfo, BdevStats
+import trio
+
+from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.operation_queue import Operation, OperationQueue
 
@@ -63,6 +65,9 @@ class MemoryBdev:
     def _launch(self, operation: Operation) -> None:
         copy_operation(self.image, operation)
         self._queue.answer(operation)
+
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        await trio.lowlevel.checkpoint()
 
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
         await self._queue.read(offset, buffers, deadline)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import trio
 
-from dpurt.bdev import BdevInfo, BdevStats
+from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.memory import copy_operation
 from dpurt.bdev.operation_queue import Operation, OperationQueue
@@ -61,6 +61,9 @@ class ModelledBdev:
         await trio.sleep_until(done)
         copy_operation(self.image, operation)
         self._queue.answer(operation)
+
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        await trio.lowlevel.checkpoint()
 
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
         await self._queue.read(offset, buffers, deadline)

@@ -8,14 +8,16 @@ Two optional hooks cover what a backend cannot show by itself: `reopen(bdev)` op
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 import trio
 
-from dpurt.bdev import Bdev
-from dpurt.bdev.buffers import aligned_buffer
+from dpurt.bdev import Bdev, DeviceMemory
+from dpurt.bdev.buffers import address_of, aligned_buffer
 from dpurt.errors import BdevError, BdevTimeout
 
 __all__ = ["MIN_BYTES", "check_bdev"]
@@ -125,6 +127,33 @@ async def _check_larger_than_max_transfer(bdev: Bdev) -> None:
     data = _noise(length)
     await bdev.write_from(0, [data[:block], data[block:]], _soon())
     assert await _read(bdev, 0, length) == data
+
+
+async def _check_added_memory(bdev: Bdev) -> None:
+    """Buffers inside of the memory the device was given, beside it, and both in one operation."""
+    block = bdev.info.block_size
+    memories = [_shared_memory(32 << 10), _shared_memory(2 << 20)]
+    data = _noise(4 * block)
+    await bdev.write_from(0, [data], _soon())
+    for fd, mapping in memories:
+        view = memoryview(mapping)
+        await bdev.add_memory(DeviceMemory(fd, address_of(view), len(view)), _soon())
+    first, second = (memoryview(mapping) for _, mapping in memories)
+    outside = aligned_buffer(block)
+    places = [second[-block:], outside, first[block : 2 * block], second[:block]]
+    await bdev.read_into(0, places, _soon())
+    assert b"".join(places) == data, "memory inside and outside, in order"
+    await bdev.write_from(8 * block, [second[:block], outside, first[block : 2 * block]], _soon())
+    assert await _read(bdev, 8 * block, 3 * block) == b"".join(places[i] for i in (3, 1, 2))
+    await bdev.aclose()
+    for fd, _ in memories:
+        os.close(fd)
+
+
+def _shared_memory(length: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("contract", os.MFD_CLOEXEC)
+    os.posix_fallocate(fd, 0, length)
+    return fd, mmap.mmap(fd, length, mmap.MAP_SHARED)
 
 
 async def _check_last_block(bdev: Bdev) -> None:
@@ -326,6 +355,7 @@ _CHECKS = (
     _check_long_scatter_list,
     _check_read_only_source,
     _check_larger_than_max_transfer,
+    _check_added_memory,
     _check_last_block,
     _check_concurrency_beyond_depth,
     _check_zero_length,

@@ -12,7 +12,7 @@ from typing import Literal
 
 import trio
 
-from dpurt.bdev import Bdev, BdevInfo, BdevStats
+from dpurt.bdev import Bdev, BdevInfo, BdevStats, DeviceMemory
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.operation_queue import Operation, OperationQueue
 from dpurt.errors import BdevError
@@ -116,6 +116,9 @@ class FaultyBdev:
                 await self.inner.flush(_FOREVER)
             case _:
                 await self.inner.deallocate(operation.offset, operation.length, _FOREVER)
+
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        await self.inner.add_memory(memory, deadline)
 
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
         await self._queue.read(offset, buffers, deadline)
