@@ -13,8 +13,9 @@ never half there.
 Holds. Every operation holds its segment, and one that timed out goes on holding it until the device has
 answered, so a late write never lands in a segment that was given to others.
 
-All methods belong to one Trio thread and may run concurrently. `append` and `read` are shielded from
-cancellation, since the device uses the caller's buffers; the deadline bounds them. After a `BdevTimeout` the
+All methods belong to one Trio thread and may run concurrently. `append` is shielded from cancellation and the
+caller of `read` shields it (there is one scope a worker then, not one a read), since the device uses the caller's
+buffers; the deadline bounds them. After a `BdevTimeout` the
 caller quarantines the buffers until `settled()`. What is hot, which blocks are orphans and what a miss means
 is left to the index; whose turn it is, to the caller.
 """
@@ -23,10 +24,10 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 
 import trio
 
@@ -35,7 +36,7 @@ from dpurt.agents.segment_scan import Rebuilt, SegmentScan
 from dpurt.bdev import Bdev
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.core import superblock as sb
-from dpurt.core.record import RecordError, RecordHeader, RecordLayout, bad_parts, stamp, unpack_header
+from dpurt.core.record import RecordError, RecordLayout, stamp, verify_record
 from dpurt.core.segment_log import (
     HEADER_BLOCK,
     METADATA_BYTES,
@@ -131,27 +132,6 @@ class _Run:
     writing: _Writing
     images: list[memoryview]
     length: int
-
-
-class _GivingBack:
-    """See `BlockStore._giving_back`. A class, since every read passes through one."""
-
-    __slots__ = ("_segment", "_store")
-
-    def __init__(self, store: BlockStore, segment: int) -> None:
-        self._store = store
-        self._segment = segment
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, BdevTimeout):
-            self._store._unhold_when_settled(self._segment, error)
-        else:
-            self._store._log.unhold(self._segment)
 
 
 class BlockStore:
@@ -284,22 +264,22 @@ class BlockStore:
         shard: int,
         deadline: float,
         parts_mask: int | None = None,
-    ) -> RecordHeader:
+    ) -> None:
         """Read a record, or its header and some parts, into a record image, and verify what was read.
 
-        Raises RecordError when it is not the block wanted or its bytes are not those stored (then nothing in
-        `image` may be used), BdevError, or BdevTimeout (then `image` is in use until `settled()`).
+        Not to be cancelled: the caller shields it. Raises RecordError when it is not the block wanted or its bytes
+        are not those stored (then nothing in `image` may be used), BdevError, or BdevTimeout (then `image` is in use
+        until `settled()`).
         """
         self._check_ready()
         mask = layout.all_parts if parts_mask is None else parts_mask
         try:
-            header = await self._read_verified(layout, offset, image, mask, deadline)
-            self._check_wanted(header, key, shard)
+            sequence = await self._read(layout, offset, image, mask, deadline)
+            verify_record(image, layout, mask, self._tag, sequence, key, shard, self._clock())
         except RecordError as error:
             self._counters.refused[error.reason] += 1
             raise
         self._counters.reads += 1
-        return header
 
     def forget(self, offset: int) -> bool:
         """The record is not wanted any more; False if it was not live. Its segment is free once all of it is
@@ -516,51 +496,53 @@ class BlockStore:
 
     # --- inside: reading ---
 
-    async def _read_verified(
+    async def _read(
         self, layout: RecordLayout, offset: int, image: memoryview, mask: int, deadline: float
-    ) -> RecordHeader:
-        if not self._log.is_live(offset):
+    ) -> int:
+        """Fill the image; the sequence number of the segment it came from."""
+        held = self._log.hold_live(offset)
+        if held is None:
             raise RecordError("stale", f"no live record at {offset}")
-        segment = self._log.segment_of(offset)
-        use = self._log.header_of(segment)
-        assert use is not None, "a segment with live records is in use"
-        self._log.hold(segment)
-        with self._giving_back(segment), trio.CancelScope(shield=True):
-            await self._read_extents(layout.extents(mask), offset, image, deadline)
-        header = unpack_header(image, layout)
-        if (header.store, header.sequence) != (self._tag, use.sequence):
-            raise RecordError("stale", f"sequence {header.sequence}, the segment has {use.sequence}")
-        if bad := bad_parts(layout, image, header, mask):
-            raise RecordError("checksum", f"parts {bad:#x} at {offset}")
-        return header
+        segment, sequence = held
+        try:
+            if mask == layout.all_parts:
+                await self._bdev.read_into(offset, (image,), deadline)
+                self._counters.bytes_read += layout.record_bytes
+            else:
+                await self._read_extents(layout.extents(mask), offset, image, deadline)
+        except BdevTimeout as timeout:
+            self._unhold_when_settled(segment, timeout)
+            raise
+        except BaseException:
+            self._log.unhold(segment)
+            raise
+        self._log.unhold(segment)
+        return sequence
 
     async def _read_extents(
         self, extents: Sequence[tuple[int, int]], offset: int, image: memoryview, deadline: float
     ) -> None:
-        if len(extents) == 1:
-            [(start, stop)] = extents
-            await self._bdev.read_into(offset + start, [image[start:stop]], deadline)
-        else:
-            reads = [
-                partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
-                for start, stop in extents
-            ]
-            raise_as_one(await run_batch(reads))
+        reads = [
+            partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
+            for start, stop in extents
+        ]
+        raise_as_one(await run_batch(reads))
         self._counters.bytes_read += sum(stop - start for start, stop in extents)
-
-    def _check_wanted(self, header: RecordHeader, key: bytes, shard: int) -> None:
-        if header.key != key:
-            raise RecordError("key", f"found {header.key.hex()}, wanted {key.hex()}")
-        if header.shard != shard:
-            raise RecordError("shard", f"found {header.shard}, wanted {shard}")
-        if 0 < header.expires_at <= self._clock():
-            raise RecordError("expired")
 
     # --- inside: holds ---
 
-    def _giving_back(self, segment: int) -> _GivingBack:
+    @contextmanager
+    def _giving_back(self, segment: int) -> Iterator[None]:
         """Give a hold back at the end or, where the device may still be at it, once it has settled."""
-        return _GivingBack(self, segment)
+        try:
+            yield
+        except BdevTimeout as timeout:
+            self._unhold_when_settled(segment, timeout)
+            raise
+        except BaseException:
+            self._log.unhold(segment)
+            raise
+        self._log.unhold(segment)
 
     def _unhold_when_settled(self, segment: int, timeout: BdevTimeout) -> None:
         async def settle() -> None:

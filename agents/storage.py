@@ -5,6 +5,9 @@ prefetch may never hold all workers, so a demand read waits for one operation at
 *promoted* from the prefetch queue. Jobs are not cancelled with their requester once started; they end by completion or by
 their deadline, and say so through `done`.
 
+A worker that reads is shielded, since the device uses the slot of the job in hand: a cancelled agent tells its workers to
+end after that job, which its deadline bounds. (One scope for a worker's life: one for each read cost a tenth of the read.)
+
 Restart: queues and store are kept; a job in hand at the crash ends as ``error``.
 """
 
@@ -81,6 +84,7 @@ class StorageAgent(Actor[None]):
         self._reading = 0
         self._reclaiming = trio.Lock()
         self._rate = FIRST_RATE
+        self._is_ending = False
         self.reclaim: Callable[[], Awaitable[None]] | None = None
         self.reclaims = 0
         self.read_status: dict[str, int] = {}
@@ -137,13 +141,26 @@ class StorageAgent(Actor[None]):
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         self._reading = self._writing = self._prefetching = 0
+        self._is_ending = False
         async with trio.open_nursery() as nursery:
             for _ in range(self._workers):
                 nursery.start_soon(self._work)
             task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._end_workers()
+
+    def _end_workers(self) -> None:
+        self._is_ending = True
+        self._idle.unpark_all()
 
     async def _work(self) -> None:
-        while True:
+        with trio.CancelScope(shield=True) as scope:
+            await self._work_shielded(scope)
+
+    async def _work_shielded(self, scope: trio.CancelScope) -> None:
+        while not self._is_ending:
             if (read := self._next_read(self._demand)) is not None:
                 self._reading += 1
                 try:
@@ -151,7 +168,11 @@ class StorageAgent(Actor[None]):
                 finally:
                     self._reading -= 1
             elif self._writes and self._writing < max(1, self._workers // 2):
+                scope.shield = (
+                    False  # a write waits for a reclaim, perhaps; the store shields the device's part
+                )
                 await self._write_some()
+                scope.shield = True
             elif (
                 self._prefetching < self._workers - 2
                 and (read := self._next_read(self._prefetch)) is not None
@@ -176,7 +197,7 @@ class StorageAgent(Actor[None]):
         status, settled = "error", None
         began = trio.current_time()
         try:
-            await self.store.read(  # which shields itself from cancellation
+            await self.store.read(
                 job.state.layout, job.extent, job.state.slab.image(job.slot),
                 key=job.key, shard=job.shard, parts_mask=job.parts_mask,
                 deadline=min(job.deadline, began + self.deadline_s),  # a host's patience is no device's excuse

@@ -316,6 +316,16 @@ class SegmentLog:
             self._close(self._segments[segment])
             self._free_if_dead(segment)
 
+    def hold_live(self, offset: int) -> tuple[int, int] | None:
+        """`hold` for a read of a live record: (segment, its sequence number), or None when there is no such record."""
+        located = self._locate(offset)
+        if located is None or not located[0].is_live[located[1]]:
+            return None
+        segment = located[0]
+        segment.holds += 1
+        assert segment.header is not None, "a segment with live records is in use"
+        return self.segment_of(offset), segment.header.sequence
+
     def hold(self, segment: int) -> None:
         """An operation touches the segment."""
         self._segments[segment].holds += 1

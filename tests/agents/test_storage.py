@@ -106,6 +106,20 @@ async def test_a_promoted_read_overtakes_other_prefetches_and_runs_once(
         assert agents.storage.is_quiet
 
 
+async def test_a_cancelled_agent_ends_its_reads_first(autojump_clock: trio.testing.MockClock) -> None:
+    """The device writes the slots of jobs in hand: they end with its answer. What has not started stays queued."""
+    log: Log = []
+    async with running_agents(ModelledBdev(capacity(24), profile=SECOND), workers=3) as agents:
+        await agents.store_to_flash(*range(4))
+        began = trio.current_time()
+        for i in range(4):
+            agents.storage.read(read_job(agents, log, f"r{i}", *range(i + 1), is_demand=True))
+        await trio.sleep(0.5)
+    assert trio.current_time() == pytest.approx(began + 1.0)
+    assert {name for name, _ in log} == {"r0 ok", "r1 ok", "r2 ok"}
+    assert agents.storage.backlog == 1
+
+
 async def test_only_a_read_that_has_not_started_can_be_taken_back(
     autojump_clock: trio.testing.MockClock,
 ) -> None:

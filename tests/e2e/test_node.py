@@ -166,7 +166,7 @@ async def test_stores_of_one_scope_may_overlap_and_come_in_any_length(tmp_path: 
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store_from, 0, 3)
-            await until(lambda: client._waiting)
+            await until(lambda: client._waiting or answers)
             nursery.start_soon(store_from, 3, 7)
         assert answers == {0: ["stored"] * 3, 3: ["stored"] * 4}
         assert statuses(await load(client, "r2", *range(7))) == ["ok"] * 7
