@@ -119,9 +119,10 @@ class StorageAgent(Actor[None]):
         return True
 
     def write(self, job: WriteJob) -> None:
-        """Queue a write."""
+        """Queue a write. Those queued in one go share workers, `WRITE_BATCH` a worker."""
         self._writes.append(job)
-        self._wake_worker()
+        if len(self._writes) % WRITE_BATCH == 1:
+            self._wake_worker()
 
     def _wake_worker(self) -> None:
         if self._idle:

@@ -20,7 +20,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
@@ -135,8 +135,7 @@ class RecordLayout:
         return merged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordHeader:
+class RecordHeader(NamedTuple):
     """What a record says of itself. `part_crcs` is an ``array("I")``; times are wall-clock seconds,
     `expires_at` 0 is never.
 

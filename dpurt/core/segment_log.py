@@ -28,6 +28,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +104,7 @@ class SegmentHeader:
         return cls(*fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one record goes. `opens`: write this segment header first; `seals`: no slot is left in the
     segment after it.
     """
