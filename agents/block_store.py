@@ -49,7 +49,7 @@ from dpurt.core.segment_log import (
 from dpurt.core.superblock import Superblock
 from dpurt.errors import BdevError, BdevTimeout, ConfigError, DpurtError, LocalProtocolError
 
-__all__ = ["BlockStore", "Reclaim", "StoreFull", "StoreStats"]
+__all__ = ["BlockStore", "Reclaim", "StoreFull", "StoreLost", "StoreStats"]
 
 _BLANK_CHECK_BYTES = (
     1 << 20
@@ -70,12 +70,21 @@ class StoreFull(DpurtError):
         self.room = room
 
 
+class StoreLost(DpurtError):
+    """The device was lost and came back without this store on it: everything it held is gone. Nothing was written."""
+
+    def __init__(self, bdev: str) -> None:
+        super().__init__(f"bdev {bdev} came back without the store it had")
+        self.bdev = bdev
+
+
 @dataclass(frozen=True, slots=True)
 class Reclaim:
     """A segment about to be reused. The caller drops or re-appends what lives at `offsets`, then calls
     `finish_reclaim`.
 
-    `reappend_bytes` is how much may be re-appended within the write amplification budget.
+    `reappend_bytes` is how much may be re-appended within the write amplification budget; `number` is of the store
+    among others (see `dpurt.agents.flash`).
     """
 
     segment: int
@@ -83,6 +92,8 @@ class Reclaim:
     record_bytes: int
     offsets: tuple[int, ...]
     reappend_bytes: int
+    store: bytes
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +168,11 @@ class BlockStore:
         self._counters = _Counters()
         self._superblock_lock = trio.Lock()
         self._is_rebuilt = False
+        self._reconnects = bdev.stats.reconnects  # when the store was last seen on the device
+        self._recognising = trio.Lock()
+        self._appending = 0
+        self._drained = trio.lowlevel.ParkingLot()
+        self.is_lost = False
 
     @classmethod
     async def open(
@@ -233,9 +249,27 @@ class BlockStore:
         """Write packed record images; their offsets. All or nothing. Stamps the images' headers.
 
         `group` is the placement group (like lifetime and tenant together). Raises StoreFull, BdevError,
-        BdevTimeout.
+        BdevTimeout, StoreLost.
         """
         self._check_ready()
+        if self.is_lost or self._bdev.stats.reconnects != self._reconnects:
+            await self._recognise()
+        self._appending += 1
+        try:
+            return await self._append(layout, images, deadline, group, is_reappend)
+        finally:
+            self._appending -= 1
+            if not self._appending and self._drained:
+                self._drained.unpark_all()
+
+    async def _append(
+        self,
+        layout: RecordLayout,
+        images: Sequence[memoryview],
+        deadline: float,
+        group: int,
+        is_reappend: bool,
+    ) -> list[int]:
         room = self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
         if room < len(images):
             raise StoreFull(len(images), room)
@@ -308,17 +342,64 @@ class BlockStore:
         self._log.close(segment)
         self._writing.pop(segment, None)
         offsets = tuple(self._log.live_offsets(segment))
-        return Reclaim(segment, header.fingerprint, header.record_bytes, offsets, self._log.reappend_budget())
+        return Reclaim(
+            segment, header.fingerprint, header.record_bytes, offsets, self._log.reappend_budget(), self._tag
+        )
 
     def finish_reclaim(self, reclaim: Reclaim) -> int:
         """Forget what still lives in the segment and free it (once reads under way end). The number
         forgotten.
         """
+        if reclaim.store != self._tag:
+            return 0  # it went with its store
         forgotten = self._log.reclaim(reclaim.segment)
         self._log.unhold(reclaim.segment)
         return forgotten
 
     # --- the store as a whole ---
+
+    @property
+    def bdev_name(self) -> str:
+        """The device's name."""
+        return self._bdev.info.name
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._log.segment_bytes
+
+    async def start_over(self) -> None:
+        """After `StoreLost`: make a new store on the blank device, with the old one's epochs. Raises ConfigError when it
+        is not blank, BdevError.
+        """
+        assert self.is_lost, "a store that is there is not thrown away"
+        while self._appending:  # to the device that is gone: they fail, each by its deadline
+            await self._drained.park()
+        found = await _find_superblock(self._bdev, self._deadline_s, may_overwrite=False)
+        if found is not None:
+            raise ConfigError("$.store", f"bdev {self.bdev_name} holds another store now: {found.store}")
+        old = self._superblock
+        fresh = Superblock(
+            store=secrets.token_hex(16),
+            segment_bytes=old.segment_bytes,
+            incarnation=old.incarnation,
+            epochs=old.epochs,
+        )
+        await self._write_superblock(fresh)
+        self._log = _make_log(fresh, self._log.capacity_bytes)
+        self._tag = fresh.store_tag
+        self._writing.clear()
+        self.is_lost = False
+
+    async def _recognise(self) -> None:
+        """The device was away: is this store still on it?"""
+        async with self._recognising:
+            reconnects = self._bdev.stats.reconnects
+            if not self.is_lost and reconnects != self._reconnects:
+                found = await _read_superblock(self._bdev, self._deadline_s)
+                self.is_lost = found is None or found.store != self._superblock.store
+                self._reconnects = reconnects
+        if self.is_lost:
+            raise StoreLost(self.bdev_name)
 
     @property
     def epochs(self) -> Mapping[str, int]:
@@ -500,7 +581,8 @@ class BlockStore:
         self, layout: RecordLayout, offset: int, image: memoryview, mask: int, deadline: float
     ) -> int:
         """Fill the image; the sequence number of the segment it came from."""
-        held = self._log.hold_live(offset)
+        log = self._log  # the one that has the hold: `start_over` makes another
+        held = log.hold_live(offset)
         if held is None:
             raise RecordError("stale", f"no live record at {offset}")
         segment, sequence = held
@@ -511,12 +593,12 @@ class BlockStore:
             else:
                 await self._read_extents(layout.extents(mask), offset, image, deadline)
         except BdevTimeout as timeout:
-            self._unhold_when_settled(segment, timeout)
+            _unhold_when_settled(log, segment, timeout)
             raise
         except BaseException:
-            self._log.unhold(segment)
+            log.unhold(segment)
             raise
-        self._log.unhold(segment)
+        log.unhold(segment)
         return sequence
 
     async def _read_extents(
@@ -534,22 +616,24 @@ class BlockStore:
     @contextmanager
     def _giving_back(self, segment: int) -> Iterator[None]:
         """Give a hold back at the end or, where the device may still be at it, once it has settled."""
+        log = self._log  # the one that has the hold: `start_over` makes another
         try:
             yield
         except BdevTimeout as timeout:
-            self._unhold_when_settled(segment, timeout)
+            _unhold_when_settled(log, segment, timeout)
             raise
         except BaseException:
-            self._log.unhold(segment)
+            log.unhold(segment)
             raise
-        self._log.unhold(segment)
+        log.unhold(segment)
 
-    def _unhold_when_settled(self, segment: int, timeout: BdevTimeout) -> None:
-        async def settle() -> None:
-            await timeout.settled()
-            self._log.unhold(segment)
 
-        trio.lowlevel.spawn_system_task(settle)
+def _unhold_when_settled(log: SegmentLog, segment: int, timeout: BdevTimeout) -> None:
+    async def settle() -> None:
+        await timeout.settled()
+        log.unhold(segment)
+
+    trio.lowlevel.spawn_system_task(settle)
 
 
 def _continues(run: _Run, placement: Placement, record_bytes: int) -> bool:

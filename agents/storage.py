@@ -1,4 +1,4 @@
-"""The storage agent: owns the block store on the bdev and decides what the device does next.
+"""The storage agent: owns the flash tier and decides what its devices do next.
 
 Workers, as many as the device's queue is deep, take jobs in this order: demand reads, writes, prefetch reads; writes and
 prefetch may never hold all workers, so a demand read waits for one operation at most. A read a request starts to wait for is
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from dpurt.agents.block_store import BlockStore, StoreFull
+from dpurt.agents.block_store import StoreFull
+from dpurt.agents.flash import FlashTier
 from dpurt.core.record import RecordError
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
@@ -37,7 +38,8 @@ _STATUS = {"key": "stale", "shard": "stale", "stale": "stale", "expired": "expir
 class ReadJob:
     """Fill parts of a slot's image from the record at `extent`. `done(job, status, settled)` is called exactly once.
 
-    `status`: ``ok`` | ``checksum`` | ``stale`` | ``error`` | ``late`` (deadline) | ``cancelled``. With ``late`` the device
+    `status`: ``ok`` | ``checksum`` | ``stale`` | ``error`` | ``down`` (the device does not answer, but may again) | ``late``
+    (deadline) | ``cancelled``. With ``late`` the device
     may still write the slot until ``await settled()`` returns.
     """
 
@@ -70,7 +72,7 @@ class StorageAgent(Actor[None]):
 
     name = "storage"
 
-    def __init__(self, store: BlockStore, *, workers: int, deadline_s: float) -> None:
+    def __init__(self, store: FlashTier, *, workers: int, deadline_s: float) -> None:
         super().__init__(1)
         self.store = store
         self.deadline_s = deadline_s
@@ -211,7 +213,10 @@ class StorageAgent(Actor[None]):
         except BdevTimeout as error:
             status, settled = "late", error.settled
         except BdevError as error:
-            log.warning("read_failed", extent=job.extent, detail=str(error))
+            if error.status == "unavailable":
+                status = "down"
+            else:
+                log.warning("read_failed", extent=job.extent, detail=str(error))
         finally:
             self._finish(job, status, settled)
 

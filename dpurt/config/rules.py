@@ -217,8 +217,6 @@ def warnings(config: Config) -> Iterator[str]:
     yield from _weak_secrets(config)
     yield from _odd_reach(config)
     yield from _odd_parts(config)
-    if len(config.bdev) > 1:
-        yield f"only the first bdev, {config.bdev[0].name!r}, is used"
     if (
         config.envelope is not None
         and config.prefetch.bandwidth_bytes_per_s > config.envelope.device_bytes_per_s

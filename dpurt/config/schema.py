@@ -122,8 +122,16 @@ class StagingConfig(Table, frozen=True, kw_only=True):
     lease_s: Seconds = 30.0
 
 
-class BdevConfig(Table, frozen=True, tag_field="kind"):
-    """What every kind of bdev has. Subclasses: `FileBdevConfig`, `MemoryBdevConfig`, `ModelledBdevConfig`."""
+class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
+    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use. Subclasses:
+    `FileBdevConfig`, `MemoryBdevConfig`, `ModelledBdevConfig`.
+    """
+
+    name: Name
+    capacity_bytes: Positive | None = None
+    segment_bytes: Positive = 64 << 20
+    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
+    deadline_s: Seconds = 10.0
 
     @property
     def kind(self) -> str:
@@ -146,13 +154,8 @@ class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
     free. A file is made as large as the cap, not larger.
     """
 
-    name: Name
     path: Text
     size_bytes: Positive | None = None
-    capacity_bytes: Positive | None = None
-    segment_bytes: Positive = 64 << 20
-    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
-    deadline_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         if self.size_bytes is None and self.capacity_bytes is None:
@@ -189,12 +192,7 @@ class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
 class MemoryBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="memory"):
     """Blocks in plain memory: for tests and trials."""
 
-    name: Name
     size_bytes: Positive
-    capacity_bytes: Positive | None = None
-    segment_bytes: Positive = 64 << 20
-    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
-    deadline_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
@@ -219,13 +217,8 @@ class ProfileConfig(Table, frozen=True, kw_only=True):
 class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
     """Memory that answers as slowly as a device of this profile would."""
 
-    name: Name
     size_bytes: Positive
     profile: ProfileConfig
-    capacity_bytes: Positive | None = None
-    segment_bytes: Positive = 64 << 20
-    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
-    deadline_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)

@@ -53,7 +53,7 @@ class DeviceBytes:
 
 def device_bytes(stats: Mapping[str, Any], outside: Outside) -> DeviceBytes:
     """The counts of one moment."""
-    bdev = stats["storage"]["bdev"]
+    [bdev] = [each["io"] for each in stats["bdevs"].values()]
     return DeviceBytes(
         bdev["bytes_read"], bdev["bytes_written"], outside.device_bytes_read, outside.device_bytes_written
     )

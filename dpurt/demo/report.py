@@ -108,7 +108,7 @@ def lookup_ms(hosts: Sequence[Result]) -> dict[str, float]:
 
 def bytes_by_path(outcome: Outcome) -> dict[str, int]:
     """Where bytes moved: device and fabric as the node counts them, hosts as they count themselves."""
-    bdev = outcome.stats["storage"]["bdev"]
+    [bdev] = [each["io"] for each in outcome.stats["bdevs"].values()]
     fabric = outcome.stats["fabrics"][outcome.fabric]
     return {
         "device_read": bdev["bytes_read"], "device_written": bdev["bytes_written"],

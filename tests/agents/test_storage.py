@@ -141,13 +141,13 @@ async def test_writes_that_wait_together_go_together(autojump_clock: trio.testin
     async with running_agents(ModelledBdev(capacity(24), profile=SECOND), workers=4) as agents:
         await agents.store(0)
         await agents.until_written()
-        before = agents.storage.store.stats().appends
+        before = agents.storage.store.stores[0].stats().appends
         log: Log = []
         began = trio.current_time()
         for i in range(8):
             agents.storage.write(write_job(agents, log, f"w{i}", 0))
         await trio.sleep(20)
-        assert agents.storage.store.stats().appends == before + 8
+        assert agents.storage.store.stores[0].stats().appends == before + 8
         assert max(at for _, at in log) - began < 8
 
 
@@ -190,8 +190,8 @@ async def test_a_batch_larger_than_the_store_can_ever_hold_at_once_is_split(
                 assert await agents.commit(agents.write(rooms, [block], 3), 3) == ["stored"]
         with trio.fail_after(60):
             await agents.until_written()
-        agents.storage.store.check_integrity()
-        assert agents.storage.store.stats().appends == 30 + agents.reclaimer.carried
+        agents.storage.store.stores[0].check_integrity()
+        assert agents.storage.store.stores[0].stats().appends == 30 + agents.reclaimer.carried
         agents.intake.close_session(3)
 
 

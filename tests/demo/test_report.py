@@ -32,7 +32,8 @@ def result(host: str, **fields: Any) -> Result:
 def stats_of(**ledger: int) -> dict[str, Any]:
     return {
         "node": {"rss_bytes": 100 * MIB, "open_fds": 20},
-        "storage": {"bdev": {"bytes_read": 5 * MIB, "bytes_written": 7 * MIB}, "rebuilt": {}},
+        "storage": {"rebuilt": {}},
+        "bdevs": {"flash": {"io": {"bytes_read": 5 * MIB, "bytes_written": 7 * MIB}}},
         "fabrics": {"shm": {"bytes_pulled": 1, "bytes_stored": 2}},
         "prefetch": {"total": ledger},
     }
