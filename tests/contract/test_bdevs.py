@@ -194,7 +194,7 @@ async def test_no_file_is_made_in_the_place_of_a_missing_device() -> None:
     path = Path("/dev/dpurt-no-such-device")
     with pytest.raises(BdevError, match="makes no files in /dev"):
         await FileBdev.open(path, size_bytes=1 << 20)
-    assert not path.exists()
+    assert not await trio.Path(path).exists()
 
 
 # --- factory ---
