@@ -1,5 +1,5 @@
 # setup   make .venv and install dpurt into it, only when that is stale
-# demo    see it work on this machine: make demo ARGS="--help"
+# demo    see it work on this machine: make demo ARGS="--help"; make demo BDEV=vhost-user
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
 # test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
 # lint    ruff and mypy
@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+BDEV ?= file
 
 .PHONY: setup demo test test-vm lint bench clean
 
@@ -22,7 +23,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/dpurt demo $(ARGS)
+	$(BIN)/dpurt demo --bdev $(BDEV) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

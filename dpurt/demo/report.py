@@ -46,6 +46,7 @@ def _run_json(outcome: Outcome) -> dict[str, Any]:
     hosts = outcome.hosts
     return {
         "fabric": outcome.fabric,
+        "bdev": outcome.bdev,
         "requests": sum(h.requests for h in hosts),
         "verified_bytes": sum(h.verified_bytes for h in hosts),
         "wrong_bytes": sum(h.wrong_bytes for h in hosts),
@@ -59,6 +60,7 @@ def _run_json(outcome: Outcome) -> dict[str, Any]:
         "lookup_ms": lookup_ms(hosts),
         "bytes_by_path": bytes_by_path(outcome),
         "outside": asdict(outcome.outside),
+        "device": asdict(outcome.device),
         "outside_agrees": {name: agrees for name, _, _, agrees in compare_outside(outcome)},
         "node_exit_code": outcome.exit_code,
         "wall_s": round(outcome.wall_s, 2),
@@ -162,6 +164,11 @@ def text(plan: Plan, outcome: Outcome) -> str:
     for name, inside, outside, agrees in compare_outside(outcome):
         verdict = "agree" if agrees else f"DIFFER by {abs(inside - outside):,}"
         rows.append(f"{'/proc':<10}{name}: node {inside:,}, kernel {outside:,}  {verdict}")
+    if outcome.bdev != "file":
+        rows.append(
+            f"{'/proc':<10}the device's bytes are those of its own process; the node's read and receive calls brought in "
+            f"{outcome.device.own_calls / MIB:,.0f} MiB while it served, of anything"
+        )
     if outcome.crash is not None:
         rows += _crash_rows(outcome)
     return "\n".join(rows)
@@ -182,6 +189,12 @@ def _crash_rows(outcome: Outcome) -> list[str]:
     crash = outcome.crash
     assert crash is not None
     rebuilt = crash.rebuilt
+    if crash.victim == "bdev":
+        return [
+            f"crash     kill -9 of the device's process at {crash.killed_at_s:.1f} s, started again by "
+            f"{crash.back_at_s:.1f} s; {crash.hits_between} blocks hit in between, from DRAM",
+            f"          of {crash.hits_after} blocks hit afterwards {crash.hits_from_before} were stored before the crash",
+        ]
     return [
         f"crash     kill -9 at {crash.killed_at_s:.1f} s, serving again at {crash.back_at_s:.1f} s "
         f"(process start {crash.start_s:.2f} s, of it rebuild {rebuilt['seconds']} s: {rebuilt['records']} records, "
