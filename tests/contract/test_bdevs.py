@@ -165,7 +165,7 @@ async def test_file_cut_short_under_us_is_a_short_read(tmp_path: Path) -> None:
 
 
 async def test_unknown_kind_and_parameters_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown kind 'tape'; known: file, memory, modelled"):
+    with pytest.raises(ConfigError, match="unknown kind 'tape'; known: file, memory, modelled, nvme-tcp"):
         await open_bdev("tape")
     with pytest.raises(ConfigError, match="colour"):
         await open_bdev("memory", size_bytes=4096, colour="red")
