@@ -51,7 +51,9 @@ def test_nvmet_ana_changes_the_state_of_the_listener_it_names():
 
 
 def test_nvmet_ana_refuses_an_address_nothing_listens_on():
-    done = subprocess.run([TESTBED / "nvmet-ana", ADDRESS, "4421", "optimized"], stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [TESTBED / "nvmet-ana", ADDRESS, "4421", "optimized"], stderr=subprocess.PIPE, text=True
+    )
     assert done.returncode == 1
     assert f"nothing listens on {ADDRESS}:4421" in done.stderr
 

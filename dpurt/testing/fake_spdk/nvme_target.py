@@ -127,7 +127,7 @@ class FakeNvmeTarget:
         return number
 
     async def _accept(self, listener: trio.SocketListener, port: int) -> None:
-        async with trio.open_nursery() as nursery:
+        async with listener, trio.open_nursery() as nursery:
             while True:
                 try:
                     stream = await listener.accept()
