@@ -259,11 +259,17 @@ class NvmeBdev(Generic[Address]):
         }
 
     def _choose_lanes(self) -> None:
-        """The queue pairs of the best paths take new commands."""
+        """The queue pairs of the best paths take new commands; if the namespace is gone from all, it is for
+        the controllers to say so."""
         usable = [association for association in self._associations if association.is_usable]
         best = [a for a in usable if a.ana_state == nvme.ANA_OPTIMIZED] or usable
+        if self._is_gone():
+            best = self._associations
         self._lanes = [connection for association in best for connection in association.io]
         self._pump()
+
+    def _is_gone(self) -> bool:
+        return all(association.namespace is None for association in self._associations)
 
     def _why_down(self) -> str:
         return "; ".join(f"{path.address}: {_describe(path)}" for path in self._paths)
@@ -332,6 +338,8 @@ class NvmeBdev(Generic[Address]):
         work = _work_of(command)
         if status.is_good or work.error is not None:
             self._one_done(work)
+        elif status.is_for_path and self._is_gone():
+            self._fail(work, "gone", str(status))
         elif status.action is Action.OTHER_PATH and association.has_ana:
             self._ready.append(command)
             association.doubt_ana()
@@ -418,5 +426,7 @@ def _room(lane: Connection) -> int:
 def _describe(path: _Path[Address]) -> str:
     association = path.association
     if association is not None and association.is_joined:
+        if association.namespace is None:
+            return "the namespace is gone"
         return "usable" if association.is_usable else f"ANA state {association.ana_state}"
     return path.problem

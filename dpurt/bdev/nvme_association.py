@@ -143,7 +143,7 @@ class Association(Generic[Address]):
 
     @property
     def is_usable(self) -> bool:
-        return self.is_joined and self.ana_state in _USABLE
+        return self.is_joined and self.namespace is not None and self.ana_state in _USABLE
 
     def carries(self, tag: object) -> bool:
         """Whether a command of this tag is in flight."""

@@ -149,8 +149,8 @@ def find_namespace(nsid: int | None) -> Conversation[tuple[int, IdentifyNamespac
         nsid = active[0]
     command = nvme.identify(nvme.CNS_NAMESPACE, nsid)
     completion = yield command
-    if completion.status.bdev_status == "gone":
-        return None
+    if completion.status.bdev_status == "gone" or completion.status.is_for_path:
+        return None  # Linux calls a disabled namespace an internal path error
     _expect_good("identify namespace", completion)
     namespace = IdentifyNamespace.decode(command.data_in[0])
     return (nsid, namespace) if namespace.num_blocks else None

@@ -85,17 +85,21 @@ class Status:
         return not self.sct and not self.sc
 
     @property
+    def is_for_path(self) -> bool:
+        return self.sct == _PATH
+
+    @property
     def action(self) -> Action:
         if self.is_good:
             return Action.ACCEPT
-        if self.sct == _PATH:
+        if self.is_for_path:
             return Action.OTHER_PATH
         return Action.FAIL if self.dnr or (self.sct, self.sc) in _FINAL else Action.RETRY
 
     @property
     def bdev_status(self) -> str:
         """The word of `BdevError` for it."""
-        word = "unavailable" if self.sct == _PATH else "io_error"
+        word = "unavailable" if self.is_for_path else "io_error"
         return _FINAL.get((self.sct, self.sc), word)
 
     def retry_delay_s(self, crdt: Sequence[int]) -> float:

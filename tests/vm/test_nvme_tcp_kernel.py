@@ -55,6 +55,17 @@ def set_ana(address: tuple[str, int], state: str) -> None:
     subprocess.run([TESTBED / "nvmet-ana", address[0], str(address[1]), state], check=True)
 
 
+def enable(switch: Path, is_on: bool) -> None:
+    switch.write_text(str(int(is_on)))
+
+
+async def becomes(bdev: NvmeTcpBdev, address: tuple[str, int], state: str) -> None:
+    while True:
+        if bdev.path_states()[str(address)] == state:
+            return
+        await trio.sleep(0.05)
+
+
 @pytest.fixture
 def second_path() -> Iterator[None]:
     device = os.environ["DPURT_VM_NVMET_DEVICE"]
@@ -125,11 +136,11 @@ async def test_disabled_namespace_is_gone_and_comes_back(enabled: Path) -> None:
     async with opened(nsid=1) as bdev:
         data = noise(4096)
         await bdev.write_from(0, [data], soon())
-        enabled.write_text("0")
+        enable(enabled, False)
         with pytest.raises(BdevError) as caught:
             await read(bdev, 0, 4096)
         assert caught.value.status == "gone"
-        enabled.write_text("1")
+        enable(enabled, True)
         assert await read(bdev, 0, 4096) == data
 
 
@@ -137,17 +148,15 @@ async def test_disabled_namespace_is_gone_and_comes_back(enabled: Path) -> None:
 async def test_inaccessible_path_is_left_for_the_other() -> None:
     async with opened(MAIN, OTHER) as bdev:
         data = noise(1 << 20)
-        while list(bdev.path_states().values()) != ["usable", "usable"]:
-            await trio.sleep(0.05)
+        for address in (MAIN, OTHER):
+            await becomes(bdev, address, "usable")
         set_ana(MAIN, "inaccessible")
         for i in range(4):
             await bdev.write_from(i << 20, [data], soon())
             assert await read(bdev, i << 20, len(data)) == data
-        while bdev.path_states()[str(MAIN)] != "ANA state 3":
-            await trio.sleep(0.05)
+        await becomes(bdev, MAIN, "ANA state 3")
         set_ana(MAIN, "non-optimized")
-        while bdev.path_states()[str(MAIN)] != "usable":
-            await trio.sleep(0.05)
+        await becomes(bdev, MAIN, "usable")
         assert bdev.stats.errors == 0
 
 
