@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import struct
 from collections.abc import Callable
 from typing import TypeVar
@@ -200,21 +202,18 @@ def test_piece_of_a_scatter_list(sizes: list[int], data: st.DataObject) -> None:
 # --- data structures ---
 
 
-@given(st.binary(min_size=4096, max_size=4096))
-def test_any_identify_data_is_decoded_or_refused(data: bytes) -> None:
+@given(st.integers(0, 1 << 32))
+def test_any_identify_data_is_decoded_or_refused(seed: int) -> None:
+    data = memoryview(random.Random(seed).randbytes(4096))
     for decode in (IdentifyController.decode, IdentifyNamespace.decode):
-        try:
-            decode(memoryview(data))
-        except RemoteProtocolError as error:
-            assert error.code == "nvme_data"
+        with contextlib.suppress(RemoteProtocolError):
+            decode(data)
 
 
 @given(st.binary(min_size=16, max_size=600))
 def test_any_ana_log_is_decoded_or_refused(data: bytes) -> None:
-    try:
+    with contextlib.suppress(RemoteProtocolError):
         nvme.decode_ana_states(memoryview(data))
-    except RemoteProtocolError as error:
-        assert "do not fit" in str(error)
 
 
 def test_ana_log_with_and_without_namespace_lists() -> None:
