@@ -14,7 +14,8 @@ Deadlines hang in one heap, with one alarm for all of them: a cancel scope per o
 bookkeeping (measured: 6.5 of 21 us, beside what the device driver does).
 
 A backend gives `launch(operation)`, which must not block and must lead to exactly one `answer` call, on the
-Trio thread, maybe before it returns. One asked-for operation counts once: as read, write, error or timeout
+Trio thread, maybe before it returns. It may also give `expired(operation)`, which is told of each launched
+operation whose deadline passes unanswered, cancelled ones included. One asked-for operation counts once: as read, write, error or timeout
 (cancelled ones not).
 """
 
@@ -74,10 +75,17 @@ class Operation:
 class OperationQueue:
     """All unanswered operations of one device."""
 
-    def __init__(self, info: BdevInfo, launch: Callable[[Operation], None]) -> None:
+    def __init__(
+        self,
+        info: BdevInfo,
+        launch: Callable[[Operation], None],
+        expired: Callable[[Operation], None] | None = None,
+    ) -> None:
         self.stats = BdevStats()
         self._info = info
         self._launch = launch
+        self._expired = expired
+        self._is_launching = False
         self._waiting: deque[Operation] = deque()
         self._num_launched = 0
         self._due: list[tuple[float, int, Operation]] = []
@@ -144,6 +152,10 @@ class OperationQueue:
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
+    def replace_info(self, info: BdevInfo) -> None:
+        """The device changed, in size say: check new operations against this."""
+        self._info = info
+
     def close(self) -> None:
         """Refuse new operations from now on."""
         self._is_closed = True
@@ -160,11 +172,15 @@ class OperationQueue:
         self._launch_waiting()
 
     def _launch_waiting(self) -> None:
+        if self._is_launching:  # a device that answers at once must not nest a call per operation
+            return
+        self._is_launching = True
         while self._waiting and self._num_launched < self._info.queue_depth:
             operation = self._waiting.popleft()
             self._num_launched += 1
             operation.is_launched = True
             self._launch(operation)
+        self._is_launching = False
 
     async def _sleep(self, operation: Operation) -> None:
         def abort(_: object) -> trio.lowlevel.Abort:
@@ -222,6 +238,8 @@ class OperationQueue:
             if operation.asker is not None:
                 trio.lowlevel.reschedule(operation.asker)
                 self._give_up(operation)
+            if self._expired is not None and operation.is_launched and not operation.is_answered:
+                self._expired(operation)
 
     # counters
 

@@ -1,0 +1,318 @@
+"""NVMe/TCP: the namespaces of any NVMe/TCP target as bdevs, from user space, without a kernel module.
+
+Theory of operation. One connection per queue pair, one task that reads and one that writes it. Bytes go
+straight from the socket into the caller's buffers: non-blocking scatter receives, with a wait only where
+there is nothing to read. Commands submitted in one turn of the loop leave in one send. As we do the copy,
+a closed socket touches no buffer any more: an association that is dropped frees them at once.
+
+What the bytes mean is `dpurt.wire.nvme_tcp`; paths, retries and deadlines are `dpurt.bdev.nvme`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+
+import trio
+
+from dpurt.bdev.nvme import NvmeBdev, Pacing
+from dpurt.bdev.nvme_association import converse_alone
+from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
+from dpurt.wire import nvme
+from dpurt.wire.nvme_controller import Login, discover
+from dpurt.wire.nvme_queue import Command, Completion
+from dpurt.wire.nvme_tcp import ADMIN_IN_CAPSULE_BYTES, FES_OF_CODE, TcpQueue, term_request
+
+__all__ = ["NvmeTcpBdev", "TcpAddress"]
+
+TcpAddress = tuple[str, int]
+
+_BYTES_PER_TURN = 8 << 20  # received or sent before the other tasks get their turn
+_MIN_QUEUE, _MAX_QUEUE = 2, 1024
+_MAX_QUEUES = 64
+
+
+class _Connection:
+    """A `Connection` over one socket."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        core: TcpQueue,
+        deliver: Callable[[Completion], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self.greeted = trio.Event()
+        self._sock = sock
+        self._core = core
+        self._deliver = deliver
+        self._lost = lost
+        self._is_open = True
+        self._has_output = trio.Event()
+        self._has_output.set()
+
+    @property
+    def room(self) -> int:
+        return self._core.pair.room if self._is_open else 0
+
+    def commands(self) -> Iterable[Command]:
+        return self._core.pair.commands()
+
+    def submit(self, command: Command) -> None:
+        self._core.submit(command)
+        self._has_output.set()
+
+    def close(self) -> list[Command]:
+        if self._is_open:
+            self._is_open = False
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.close()
+        return self._core.pair.take_all()
+
+    async def read(self) -> None:
+        """Serve what comes in, until closed."""
+        await self._serve(self._read)
+
+    async def write(self) -> None:
+        """Send what there is to send, until closed."""
+        await self._serve(self._write)
+
+    async def _serve(self, loop: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await loop()
+        except RemoteProtocolError as error:
+            self._say_why(error.code)
+            self._lost(str(error))
+        except OSError as error:
+            if self._is_open:
+                self._lost(f"connection lost: {error}")
+        except trio.ClosedResourceError:
+            await trio.lowlevel.checkpoint()
+
+    async def _read(self) -> None:
+        budget = _BYTES_PER_TURN
+        while self._is_open:
+            windows = self._core.windows()
+            try:
+                count = _receive(self._sock, windows)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._sock)
+                budget = _BYTES_PER_TURN
+                continue
+            if not count:
+                raise ConnectionResetError(errno.ECONNRESET, "closed by the target")
+            self._hand_out(self._core.received(count))
+            if not self.greeted.is_set() and self._core.is_ready:
+                self.greeted.set()
+            budget -= count
+            if budget < 0:
+                await trio.lowlevel.checkpoint()
+                budget = _BYTES_PER_TURN
+
+    def _hand_out(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self._deliver(completion)
+        if not self._has_output.is_set() and self._core.has_output:
+            self._has_output.set()
+
+    async def _write(self) -> None:
+        budget = _BYTES_PER_TURN
+        while self._is_open:
+            buffers = self._core.unsent()
+            if not buffers:
+                self._has_output = trio.Event()
+                await self._has_output.wait()
+                budget = _BYTES_PER_TURN
+                continue
+            try:
+                count = self._sock.sendmsg(buffers)
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._sock)
+                continue
+            self._hand_out(self._core.sent(count))
+            budget -= count
+            if budget < 0:
+                await trio.lowlevel.checkpoint()
+                budget = _BYTES_PER_TURN
+
+    def _say_why(self, code: str) -> None:
+        """Tell the peer what it did wrong, if that can be said at once and between PDUs."""
+        if code in FES_OF_CODE and self._is_open and not self._core.has_output:
+            try:
+                self._sock.send(term_request(code))
+            except OSError:
+                return  # it will see the close
+
+
+def _receive(sock: socket.socket, windows: list[memoryview]) -> int:
+    if len(windows) == 1:
+        return sock.recv_into(windows[0])
+    return sock.recvmsg_into(windows)[0]
+
+
+class _TcpTransport:
+    """A `Transport`."""
+
+    kind = "nvme-tcp"
+
+    def __init__(self, header_digest: bool, data_digest: bool) -> None:
+        self._header_digest = header_digest
+        self._data_digest = data_digest
+
+    async def connect(
+        self,
+        nursery: trio.Nursery,
+        address: TcpAddress,
+        queue_size: int,
+        in_capsule_bytes: int | None,
+        deliver: Callable[[Completion], None],
+        lost: Callable[[str], None],
+    ) -> _Connection:
+        sock = await _connect(address)
+        core = TcpQueue(
+            queue_size,
+            in_capsule_bytes=ADMIN_IN_CAPSULE_BYTES if in_capsule_bytes is None else in_capsule_bytes,
+            header_digest=self._header_digest,
+            data_digest=self._data_digest,
+        )
+        connection = _Connection(sock, core, deliver, lost)
+        nursery.start_soon(connection.read)
+        nursery.start_soon(connection.write)
+        try:
+            await connection.greeted.wait()
+        except trio.Cancelled:
+            connection.close()
+            raise
+        return connection
+
+
+async def _connect(address: TcpAddress) -> socket.socket:
+    """A connected non-blocking socket, to the first of the host's addresses that answers. Raises OSError."""
+    found = await trio.socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    problem: OSError | None = None
+    for family, kind, protocol, _, target in found:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            await _connect_socket(sock, target)
+            return sock
+        except OSError as error:
+            problem = error
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+    assert problem is not None, "getaddrinfo finds something or raises"
+    raise problem
+
+
+async def _connect_socket(sock: socket.socket, target: object) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    code = sock.connect_ex(target)  # type: ignore[arg-type]
+    if code == errno.EINPROGRESS:
+        await trio.lowlevel.wait_writable(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+class NvmeTcpBdev(NvmeBdev[TcpAddress]):
+    """See `Bdev`. Make one with `await NvmeTcpBdev.open(...)`."""
+
+    @classmethod
+    async def open(
+        cls,
+        addresses: Sequence[TcpAddress],
+        subnqn: str,
+        *,
+        nsid: int | None = None,
+        name: str | None = None,
+        hostnqn: str | None = None,
+        header_digest: bool = False,
+        data_digest: bool = False,
+        num_queues: int = 1,
+        queue_size: int = 128,
+        keep_alive_s: float = 15.0,
+        discovery: bool = False,
+        sq_flow_control: bool = False,
+        pacing: Pacing | None = None,
+    ) -> NvmeTcpBdev:
+        """Connect to a namespace of the subsystem, by all of the addresses (host, port). Returns when the first
+        is up. With `discovery` they are those of discovery controllers, which are asked for the subsystem's.
+        `nsid` may be left out if there is only one. `keep_alive_s` 0: none. Raises BdevError (status
+        "unavailable" or "gone") or ConfigError.
+        """
+        _check_parameters(addresses, subnqn, hostnqn, num_queues, queue_size, keep_alive_s)
+        host = hostnqn or f"nqn.2014-08.org.nvmexpress:uuid:{uuid.uuid4()}"
+        login = Login(
+            host_id=hashlib.blake2b(host.encode(), digest_size=16).digest(),
+            host_nqn=host,
+            subsystem_nqn=subnqn,
+            num_queues=num_queues,
+            queue_size=queue_size,
+            keep_alive_ms=round(keep_alive_s * 1000),
+            sq_flow_control=sq_flow_control,
+        )
+        pace = pacing or Pacing()
+        transport = _TcpTransport(header_digest, data_digest)
+        if discovery:
+            addresses = await _discover(addresses, transport, login, pace, name or subnqn)
+        targets = [(host, int(port)) for host, port in addresses]
+        bdev = cls(targets, transport, login, nsid=nsid, name=name, pacing=pace)
+        await bdev._start()
+        return bdev
+
+
+def _check_parameters(
+    addresses: Sequence[TcpAddress],
+    subnqn: str,
+    hostnqn: str | None,
+    num_queues: int,
+    queue_size: int,
+    keep_alive_s: float,
+) -> None:
+    if not addresses:
+        raise ConfigError("$.bdev.addresses", "name at least one (host, port)")
+    for where, nqn in (("subnqn", subnqn), ("hostnqn", hostnqn)):
+        if nqn is not None and not nvme.is_nqn(nqn):
+            raise ConfigError(f"$.bdev.{where}", f"{nqn!r} is no NVMe qualified name")
+    if not 1 <= num_queues <= _MAX_QUEUES:
+        raise ConfigError("$.bdev.num_queues", f"expected 1 to {_MAX_QUEUES}, got {num_queues}")
+    if not _MIN_QUEUE <= queue_size <= _MAX_QUEUE:
+        raise ConfigError("$.bdev.queue_size", f"expected {_MIN_QUEUE} to {_MAX_QUEUE}, got {queue_size}")
+    if keep_alive_s < 0:
+        raise ConfigError("$.bdev.keep_alive_s", f"expected 0 or more, got {keep_alive_s}")
+
+
+async def _discover(
+    addresses: Sequence[TcpAddress], transport: _TcpTransport, login: Login, pacing: Pacing, name: str
+) -> list[TcpAddress]:
+    """Where the subsystem is, by the first discovery controller that knows."""
+    problems = []
+    asking = replace(login, subsystem_nqn=nvme.DISCOVERY_NQN, keep_alive_ms=0)
+    for address in addresses:
+        try:
+            entries = await converse_alone(address, transport, discover(asking), pacing.connect_s)
+            found = [_address_of(entry) for entry in entries if _leads_to(entry, login.subsystem_nqn)]
+        except (OSError, RemoteProtocolError) as error:
+            problems.append(f"{address}: {error}")
+            continue
+        if found:
+            return found
+        problems.append(f"{address}: knows no TCP address of it")
+    raise BdevError(name, "open", 0, 0, "unavailable", "discovery: " + "; ".join(problems))
+
+
+def _leads_to(entry: nvme.DiscoveryEntry, subnqn: str) -> bool:
+    return entry.trtype == nvme.TRTYPE_TCP and entry.subsystem_nqn == subnqn
+
+
+def _address_of(entry: nvme.DiscoveryEntry) -> TcpAddress:
+    if not entry.service.isdecimal() or int(entry.service) > 65535:
+        raise RemoteProtocolError("nvme_data", f"discovery log: {entry.service!r} is no port")
+    return entry.address, int(entry.service)

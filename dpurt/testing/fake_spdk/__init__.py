@@ -1,0 +1,1 @@
+"""Honest fakes of what an SPDK target speaks, for fault tests: they reproduce measured behaviour, wrong turns included."""
