@@ -177,6 +177,11 @@ def notify_get_notifications(target: FakeTarget, params: Params) -> object:
 # --- bdevs ---
 
 
+@_method()
+def bdev_wait_for_examine(target: FakeTarget, params: Params) -> object:
+    return True
+
+
 @_method("name:str timeout:int")
 def bdev_get_bdevs(target: FakeTarget, params: Params) -> object:
     if "name" in params:
