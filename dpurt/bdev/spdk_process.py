@@ -200,19 +200,23 @@ async def start_target(
 ) -> int:
     """Start `binary` detached, wait until it is initialised; its pid. Raises TargetFailed, with the reason."""
     memory = [] if use_huge else ["--no-huge", "-s", str(NO_HUGE_MIB)]
-    words = [binary, "-r", str(rpc_path), "-S", str(own.run_dir), "-m", cpumask, *memory]
-    log = os.open(own.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=own.run_dir
-        )
-    except OSError as error:
-        raise TargetFailed(binary, f"cannot be run: {error.strerror}") from error
-    finally:
-        os.close(log)
+    process = _spawn(own, [binary, "-r", str(rpc_path), "-S", str(own.run_dir), "-m", cpumask, *memory])
     own.note(process.pid)
     await _until_ready(own, binary, process, rpc_path, budget_s)
     return process.pid
+
+
+def _spawn(own: OwnTarget, words: list[str]) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that no signal to our terminal reaches it."""
+    log = os.open(own.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        return subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=own.run_dir
+        )
+    except OSError as error:
+        raise TargetFailed(words[0], f"cannot be run: {error.strerror}") from error
+    finally:
+        os.close(log)
 
 
 async def _until_ready(

@@ -553,25 +553,34 @@ def _plan_export(made: Plan, export: Export, state: TargetState) -> None:
         made.kept.append(label)
 
 
-def _refuse_claimed(made: Plan, export: Export, state: TargetState) -> bool:
+def _refuse_taken(made: Plan, export: Export, state: TargetState) -> bool:
+    """One exporter at a time: a target lets vhost and NVMe-oF write the same bdev if vhost came first."""
     bdev = state.find(export.bdev)
-    if bdev is None or not bdev.get("claimed"):
+    if bdev is None:
         return False
-    made.refused.append(
-        f"{export.bdev} is claimed already ({bdev.get('claim_type', 'by another export or bdev')}), "
-        f"it cannot be exported over {export.via} too"
-    )
-    return True
+    name = str(bdev["name"])
+    over = [f"vhost controller {one['ctrlr']}" for one in state.vhost if _vhost_bdev(one) == name]
+    if not over and bdev.get("claimed"):
+        over = [str(bdev.get("claim_type", "another export or bdev"))]
+    if over:
+        made.refused.append(
+            f"{export.bdev} is taken by {over[0]}, it cannot be exported over {export.via} too"
+        )
+    return bool(over)
+
+
+def _vhost_bdev(controller: Json) -> object:
+    return _at(controller, "backend_specific.block.bdev")
 
 
 def _plan_vhost(made: Plan, export: Export, state: TargetState) -> None:
     for controller in state.vhost:
         if controller["ctrlr"] == export.controller:
-            exported = _at(controller, "backend_specific.block.bdev")
+            exported = _vhost_bdev(controller)
             if exported != _canonical(export.bdev, state):
                 made.refused.append(f"vhost controller {export.controller} exists and exports {exported}")
             return
-    if not _refuse_claimed(made, export, state):
+    if not _refuse_taken(made, export, state):
         params = {"ctrlr": export.controller, "dev_name": export.bdev}
         made.calls.append(Call("vhost_create_blk_controller", params))
 
@@ -580,7 +589,7 @@ def _plan_nvmf(made: Plan, export: Export, state: TargetState) -> None:
     subsystem = next((one for one in state.subsystems if one["nqn"] == export.nqn), None)
     spaces = subsystem.get("namespaces", []) if subsystem is not None else []
     has_space = any(space.get("bdev_name") == _canonical(export.bdev, state) for space in spaces)
-    if not has_space and _refuse_claimed(made, export, state):
+    if not has_space and _refuse_taken(made, export, state):
         return
     _plan_transport(made, export, state)
     _plan_subsystem(made, export, subsystem)

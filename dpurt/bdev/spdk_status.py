@@ -23,7 +23,7 @@ __all__ = ["BdevStatus", "TargetStatus", "read_health", "read_status", "utilisat
 
 @dataclass(frozen=True, slots=True)
 class BdevStatus:
-    """One bdev: `name` is its alias if it has one, as a logical volume's own name is a UUID."""
+    """One bdev: `name` is its alias where its own name is but a UUID, as a logical volume's is."""
 
     name: str
     kind: str
@@ -104,7 +104,7 @@ def _bdev(bdev: Mapping[str, Any], counters: Mapping[str, Any], state: TargetSta
     name = str(bdev["name"])
     errors = counters.get("io_error") or {}
     return BdevStatus(
-        name=next(iter(bdev.get("aliases") or []), name),
+        name=next(iter(bdev.get("aliases") or []), name) if name == bdev.get("uuid") else name,
         kind=str(bdev.get("product_name", "")),
         size_bytes=int(bdev["num_blocks"]) * int(bdev["block_size"]),
         block_size=int(bdev["block_size"]),

@@ -496,7 +496,7 @@ def bdev_nvme_attach_controller(target: FakeTarget, params: Params) -> object:
     made = []
     for number, size in enumerate(sizes):
         bdev = FakeBdev(
-            f"{params['name']}n{number + 1}", 4096, memoryview(bytearray(int(size))), "NVMe disk",
+            f"{params['name']}n{number + 1}", 4096, memoryview(bytearray(size)), "NVMe disk",
             driver_specific={"nvme": [trid]},
         )  # fmt: skip
         made.append(target.add(bdev).name)
@@ -548,7 +548,6 @@ def vhost_create_blk_controller(target: FakeTarget, params: Params) -> object:
         raise RpcFailure(INVALID_PARAMS, "File exists")
     if bdev.claim:
         raise RpcFailure(INVALID_PARAMS, "Operation not permitted")
-    bdev.claim = "vhost"
     target.vhost[params["ctrlr"]] = VhostBlk(params["ctrlr"], bdev, bool(params.get("readonly")))
     target._tell("vhost_created", params["ctrlr"])
     return True
@@ -570,7 +569,6 @@ def vhost_delete_controller(target: FakeTarget, params: Params) -> object:
     blk = target.vhost.pop(params["ctrlr"], None)
     if blk is None:
         raise RpcFailure(INVALID_PARAMS, "No such device")
-    blk.bdev.claim = ""
     target._tell("vhost_deleted", params["ctrlr"])
     return True
 

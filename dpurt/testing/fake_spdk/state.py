@@ -2,9 +2,10 @@
 
 Theory of operation. A `FakeTarget` is a registry of `FakeBdev`s by name, alias and UUID, and of the exports on them.
 Bdevs stacked on another one (crypto, delay, error, raid0 of one, lvol) share its bytes: `image` is a memoryview
-into the bottom bdev's bytearray. A bdev holds one claim at most, like a real one: a vhost controller and an
-NVMe-oF namespace cannot both have it. `watchers` hear of each change by name, so that a data path can end sessions
-whose bdev went away. `restart` is what a new process is: everything gone.
+into the bottom bdev's bytearray. A bdev holds one claim at most, like a real one: a namespace or an upper bdev
+takes it, vhost needs it free and takes none (so vhost first and a namespace second goes through). `watchers` hear
+of each change by name, so that a data path can end sessions whose bdev went away. `restart` is what a new process
+is: everything gone.
 
 Data paths ask `take_fault(io_type)` before each I/O and apply `latency_us`; nothing here does I/O by itself.
 """
@@ -154,7 +155,7 @@ class FakeTarget:
         self.keys: dict[str, dict[str, str]] = {}
         self.destroyed_keys: set[str] = set()
         self.controllers: dict[str, dict[str, object]] = {}
-        self.remote_controllers: dict[str, list[str]] = {}
+        self.remote_controllers: dict[str, list[int]] = {}
         self.vhost: dict[str, VhostBlk] = {}
         self.transports: dict[str, dict[str, object]] = {}
         self.subsystems: dict[str, Subsystem] = {}
