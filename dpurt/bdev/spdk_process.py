@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,8 @@ async def _terminate(pid: int, grace_s: float) -> None:
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         with trio.fail_after(grace_s):
             await trio.lowlevel.wait_readable(descriptor)
+        with suppress(ChildProcessError):  # its parent may be another process
+            _ended(pid)
     except ProcessLookupError:
         return
     except (PermissionError, trio.TooSlowError) as error:
@@ -200,45 +202,52 @@ async def start_target(
 ) -> int:
     """Start `binary` detached, wait until it is initialised; its pid. Raises TargetFailed, with the reason."""
     memory = [] if use_huge else ["--no-huge", "-s", str(NO_HUGE_MIB)]
-    process = _spawn(own, [binary, "-r", str(rpc_path), "-S", str(own.run_dir), "-m", cpumask, *memory])
-    own.note(process.pid)
-    await _until_ready(own, binary, process, rpc_path, budget_s)
-    return process.pid
+    pid = _spawn(own, [binary, "-r", str(rpc_path), "-S", str(own.run_dir), "-m", cpumask, *memory])
+    own.note(pid)
+    await _until_ready(own, binary, pid, rpc_path, budget_s)
+    return pid
 
 
-def _spawn(own: OwnTarget, words: list[str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that no signal to our terminal reaches it."""
+def _spawn(own: OwnTarget, words: list[str]) -> int:
+    """In a session of its own, so that no signal to our terminal reaches it; it outlives us."""
     log = os.open(own.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, log, 1),
+        (os.POSIX_SPAWN_DUP2, log, 2),
+    ]
     try:
-        return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=own.run_dir
-        )
+        return os.posix_spawn(words[0], words, os.environ, file_actions=actions, setsid=True)
     except OSError as error:
         raise TargetFailed(words[0], f"cannot be run: {error.strerror}") from error
     finally:
         os.close(log)
 
 
-async def _until_ready(
-    own: OwnTarget, binary: str, process: subprocess.Popen[bytes], rpc_path: Path, budget_s: float
-) -> None:
+async def _until_ready(own: OwnTarget, binary: str, pid: int, rpc_path: Path, budget_s: float) -> None:
     deadline = trio.current_time() + budget_s
+    status = None
     async with open_spdk_rpc(rpc_path) as rpc:
-        while process.poll() is None and trio.current_time() < deadline:
+        while status is None and trio.current_time() < deadline:
             try:
                 await rpc.call("framework_wait_init", deadline=min(deadline, trio.current_time() + 1.0))
             except (TargetUnavailable, DeadlineExceeded):
                 await trio.sleep(0.05)
             else:
                 return
-    if process.poll() is None:
+            status = _ended(pid)
+    if status is None:
         await own.stop(10.0)
         raise TargetFailed(binary, f"did not answer within {budget_s:.0f} s, see {own.log_path}")
     own.pid_path.unlink(missing_ok=True)
     why, fix = explained(_text(own.log_path))
-    raise TargetFailed(
-        binary, f"ended at once with status {process.returncode}: {why} (log: {own.log_path})", fix
-    )
+    raise TargetFailed(binary, f"ended at once with status {status}: {why} (log: {own.log_path})", fix)
+
+
+def _ended(pid: int) -> int | None:
+    """The exit status of a child that ended (and its remains are gone); None while it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
 
 
 def explained(log: str) -> tuple[str, str]:
