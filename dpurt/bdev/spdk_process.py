@@ -231,10 +231,11 @@ async def _until_ready(own: OwnTarget, binary: str, pid: int, rpc_path: Path, bu
         while status is None and trio.current_time() < deadline:
             try:
                 await rpc.call("framework_wait_init", deadline=min(deadline, trio.current_time() + 1.0))
+                if rpc.peer_pid == pid:  # else another target has the socket, and ours will end over that
+                    return
             except (TargetUnavailable, DeadlineExceeded):
-                await trio.sleep(0.05)
-            else:
-                return
+                pass
+            await trio.sleep(0.05)
             status = _ended(pid)
     if status is None:
         await own.stop(10.0)

@@ -23,6 +23,7 @@ Left to others: what to call (`spdk_profile`, `spdk_status`), framing and matchi
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ BACKOFF_S = (0.05, 1.0)  # first, longest
 MAX_UNSENT_BYTES = 1 << 20  # of a target that does not read; then calls fail at once
 MAX_PATH_BYTES = 107
 PIECE = 256 * 1024
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass(eq=False)
@@ -114,6 +116,16 @@ class SpdkRpc:
     @property
     def is_connected(self) -> bool:
         return self._session is not None
+
+    @property
+    def peer_pid(self) -> int | None:
+        """The process that listens at the other end, by the kernel's word; None when not connected."""
+        if self._session is None:
+            return None
+        credentials = self._session.stream.socket.getsockopt(
+            trio.socket.SOL_SOCKET, trio.socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        return int(_CREDENTIALS.unpack(credentials)[0])
 
     async def call(
         self, method: str, params: Mapping[str, object] | None = None, *, deadline: float

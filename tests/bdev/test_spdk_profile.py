@@ -12,19 +12,18 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpurt.bdev.spdk_apply import ProfileRefused, apply, load_keys, load_profile, look
+from dpurt.bdev.spdk_apply import ProfileRefused, apply, load_keys, look
 from dpurt.bdev.spdk_profile import Call, KeyMaterial, Profile, TargetState, parse_profile, plan
 from dpurt.bdev.spdk_rpc import open_spdk_rpc
 from dpurt.commands.spdk import PROFILES, ready_profiles
 from dpurt.errors import ConfigError, RpcError
 from dpurt.testing.fake_spdk.rpc_server import FakeRpcServer
 from dpurt.testing.fake_spdk.state import FakeTarget
+from dpurt.testing.spdk_profiles import KEY, KEY2, key_file, on_disk
 
 if TYPE_CHECKING:
     from tests.bdev.conftest import Live
 
-KEY = "000102030405060708090a0b0c0d0e0f"
-KEY2 = "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
 SETTINGS = {
     "FILE": "/d/a", "FILE_A": "/d/a", "FILE_B": "/d/b", "PCI": "0000:01:00.0", "KEY_FILE": "/d/key",
 }  # fmt: skip
@@ -258,13 +257,6 @@ def test_method_that_the_target_was_built_without_is_refused_by_name() -> None:
 # --- secrets ---
 
 
-def key_file(folder: Path, text: str = f"{KEY}\n{KEY2}\n", mode: int = 0o600) -> Path:
-    path = folder / "key"
-    path.write_text(text)
-    path.chmod(mode)
-    return path
-
-
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o700])
 def test_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     profile = ready("crypto", KEY_FILE=str(key_file(tmp_path, mode=mode)))
@@ -306,23 +298,6 @@ def test_other_key_under_the_name_is_refused_and_the_same_kept() -> None:
 
 
 # --- applying, on the fake and on a real target ---
-
-
-def disk(folder: Path, name: str, mib: int = 64) -> str:
-    path = folder / name
-    with path.open("wb") as file:
-        file.truncate(mib << 20)
-    return str(path)
-
-
-def on_disk(name: str, folder: Path, **chosen: str) -> tuple[Profile, dict[str, KeyMaterial]]:
-    """A ready profile on files in this folder, loaded as the command does."""
-    declared = json.loads((PROFILES / f"{name}.json").read_text())["variables"]
-    values = {"SIZE_MIB": "16", "KEY_FILE": str(key_file(folder)), "BLOCKS": "2048"}
-    values |= {file: disk(folder, file.lower()) for file in ("FILE", "FILE_A", "FILE_B")}
-    chosen = {**{k: v for k, v in values.items() if k in declared}, **chosen}
-    profile = load_profile(PROFILES / f"{name}.json", chosen)
-    return profile, load_keys(profile, folder)
 
 
 WITHOUT_HARDWARE = ["malloc", "aio", "uring", "lvol", "raid0", "delay", "error", "throttle"]
