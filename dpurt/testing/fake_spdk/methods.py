@@ -146,6 +146,11 @@ def framework_start_init(target: FakeTarget, params: Params) -> object:
 
 
 @_method()
+def framework_wait_init(target: FakeTarget, params: Params) -> object:
+    return True
+
+
+@_method()
 def framework_get_reactors(target: FakeTarget, params: Params) -> object:
     target.ticks += 1000
     core = {"lcore": 0, "busy": target.ticks // 4, "idle": target.ticks - target.ticks // 4, "lw_threads": []}
