@@ -24,7 +24,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
@@ -148,6 +148,17 @@ class OperationQueue:
         """Refuse new operations from now on."""
         self._is_closed = True
 
+    def update_info(self, info: BdevInfo) -> None:
+        """The device has changed, e.g. its size."""
+        self._info = info
+
+    def abandon(self, launched: Iterable[Operation]) -> None:
+        """Give up what waits and these that the device has, now, as if their deadlines had passed: the device
+        will not answer.
+        """
+        for operation in (*self._waiting, *launched):
+            self._wake_and_give_up(operation)
+
     def failure(self, operation: Operation, status: str, detail: str = "") -> BdevError:
         """The error to answer `operation` with."""
         return BdevError(self._info.name, operation.kind, operation.offset, operation.length, status, detail)
@@ -218,10 +229,12 @@ class OperationQueue:
     def _expire(self) -> None:
         now = trio.current_time()
         while self._due and (self._due[0][0] <= now or self._due[0][2].is_answered):
-            operation = heapq.heappop(self._due)[2]
-            if operation.asker is not None:
-                trio.lowlevel.reschedule(operation.asker)
-                self._give_up(operation)
+            self._wake_and_give_up(heapq.heappop(self._due)[2])
+
+    def _wake_and_give_up(self, operation: Operation) -> None:
+        if operation.asker is not None:
+            trio.lowlevel.reschedule(operation.asker)
+            self._give_up(operation)
 
     # counters
 
