@@ -13,6 +13,7 @@ from dpurt.bdev import Bdev
 from dpurt.bdev.file import FileBdev
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
+from dpurt.bdev.vhost_user import VhostUserBdev
 from dpurt.errors import ConfigError
 
 __all__ = ["open_bdev"]
@@ -21,6 +22,7 @@ _KINDS: dict[str, Callable[..., Bdev | Awaitable[Bdev]]] = {
     "file": FileBdev.open,
     "memory": MemoryBdev,
     "modelled": ModelledBdev,
+    "vhost-user": VhostUserBdev.open,
 }
 
 

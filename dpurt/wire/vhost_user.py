@@ -79,6 +79,9 @@ class BackEndRequest(IntEnum):
     CONFIG_CHANGE = 2
 
 
+_BACK_END_REQUESTS = {int(kind) for kind in BackEndRequest}
+
+
 class ProtocolFeature(IntFlag):
     """Extensions that we know how to use."""
 
@@ -270,7 +273,7 @@ class BackEndChannel:
         for message in self._reader.receive(data):
             if message.flags & _REPLY:
                 raise RemoteProtocolError("reply", f"message {message.request} answers nothing")
-            is_known = message.request in iter(BackEndRequest)
+            is_known = message.request in _BACK_END_REQUESTS
             if is_known:
                 known.append(BackEndRequest(message.request))
             if message.flags & _NEED_REPLY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+
 import pytest
 
 from dpurt.errors import LocalProtocolError, RemoteProtocolError
