@@ -1,6 +1,6 @@
 """A qemu-storage-daemon as the peer of tests: a real vhost-user-blk back end, not of our making.
 
-`blockdevs` are its ``--blockdev`` words; the node named `export` is what the socket shows. Killed or stopped, it can
+`objects` and `blockdevs` are its ``--object`` and ``--blockdev`` words; the node named `export` is what the socket shows. Killed or stopped, it can
 be started again on the same paths. The daemon never outlives the `async with` block.
 """
 
@@ -49,11 +49,13 @@ class QemuStorage:
         export: str = "disk",
         num_queues: int = 1,
         is_writable: bool = True,
+        objects: Sequence[str] = (),
     ) -> None:
         self.path = folder / "vhost.sock"
         self._qmp_path = folder / "qmp.sock"
         self._pid_path = folder / "pid"
-        self._blockdevs = blockdevs
+        self._nodes = [word for each in objects for word in ("--object", each)]
+        self._nodes += [word for each in blockdevs for word in ("--blockdev", each)]
         self._export = (
             f"type=vhost-user-blk,id=export,node-name={export},addr.type=unix,addr.path={self.path},"
             f"num-queues={num_queues},writable={_word(is_writable)}"
@@ -82,16 +84,14 @@ class QemuStorage:
         assert QEMU_STORAGE_DAEMON is not None, "asked for only where it is installed"
         for path in (self.path, self._qmp_path, self._pid_path):
             path.unlink(missing_ok=True)
-        words = [QEMU_STORAGE_DAEMON, "--pidfile", str(self._pid_path)]
-        for blockdev in self._blockdevs:
-            words += ["--blockdev", blockdev]
+        words = [QEMU_STORAGE_DAEMON, "--pidfile", str(self._pid_path), *self._nodes]
         words += ["--chardev", f"socket,id=qmp,path={self._qmp_path},server=on,wait=off"]
         words += ["--monitor", "chardev=qmp", "--export", self._export]
-        self._process = subprocess.Popen(words)
+        self._process = process = _spawn(words)
         with trio.fail_after(_START_S):
             while not self._pid_path.exists():
-                if self._process.poll() is not None:
-                    raise RuntimeError(f"qemu-storage-daemon ended with {self._process.returncode}")
+                if process.poll() is not None:
+                    raise RuntimeError(f"qemu-storage-daemon ended with {process.returncode}")
                 await trio.sleep(0.005)
 
     def kill(self) -> None:
@@ -116,6 +116,10 @@ class QemuStorage:
                 _answer(stream)
                 _ask(stream, "qmp_capabilities", {})
                 return _ask(stream, command, arguments)
+
+
+def _spawn(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(words)
 
 
 def _ask(stream: Any, command: str, arguments: dict[str, object]) -> Any:
