@@ -354,8 +354,10 @@ class Session(Generic[_Token]):
             self._check_alive()
             try:
                 with trio.fail_after(self._wishes.answer_s):
-                    await self._send(self._channel.request(kind, payload), fds)
-                    return await self._answer(kind)
+                    data = self._channel.request(kind, payload)
+                    has_answer = self._channel.is_waiting
+                    await self._send(data, fds)
+                    return await self._answer() if has_answer else b""
             except BaseException as error:
                 self.lose(error if isinstance(error, Exception) else OSError(f"{kind.name} was given up"))
                 raise
@@ -366,9 +368,7 @@ class Session(Generic[_Token]):
         while sent < len(data):
             sent += await self._sock.send(data[sent:])
 
-    async def _answer(self, kind: Request) -> bytes:
-        if not self._channel.is_waiting:
-            return b""
+    async def _answer(self) -> bytes:
         while self._channel.is_waiting:
             if self._is_served:
                 self._news = trio.Event()

@@ -47,6 +47,14 @@ class _Ring:
     kick: int = -1
     call: int = -1
     is_enabled: bool = False
+    regions: list[tuple[int, int, memoryview]] = field(default_factory=list)
+
+    def at(self, address: int, length: int) -> memoryview:
+        """Memory of the session the ring belongs to, also after its end."""
+        for start, size, view in self.regions:
+            if start <= address and address + length <= start + size:
+                return view[address - start : address - start + length]
+        raise RuntimeError(f"the front end named {length} bytes at {address:#x}, outside of what it gave")
 
 
 @dataclass
@@ -193,8 +201,8 @@ class FakeVhostTarget:
         self._reset()
 
     def _reset(self) -> None:
-        self._rings = [_Ring() for _ in range(4)]
         self._regions: list[tuple[int, int, memoryview]] = []
+        self._rings = [_Ring(regions=self._regions) for _ in range(4)]
         self._negotiated = 0
         self._backend: socket.socket | None = None
 
@@ -236,14 +244,14 @@ class FakeVhostTarget:
         if request == 2:
             self._negotiated = struct.unpack("=Q", payload)[0]
         elif request == 5:
-            self._regions = []
+            self._regions.clear()
             for i, fd in enumerate(fds):
                 self._map(payload[8 + 32 * i : 40 + 32 * i], fd)
         elif request == 37:
             self._map(payload[8:], fds[0])
         elif request == 21:
             self._backend = socket.socket(fileno=fds[0])
-        elif 8 <= request <= 18:
+        elif request in (8, 9, 10, 11, 12, 13, 18):
             return self._set_ring(request, payload, fds)
         return None
 
@@ -287,12 +295,6 @@ class FakeVhostTarget:
 
     # --- rings ---
 
-    def _at(self, address: int, length: int) -> memoryview:
-        for start, size, view in self._regions:
-            if start <= address and address + length <= start + size:
-                return view[address - start : address - start + length]
-        raise RuntimeError(f"the front end named {length} bytes at {address:#x}, outside of what it gave")
-
     def _kicked(self, ring: _Ring) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(ring.kick)
@@ -303,13 +305,13 @@ class FakeVhostTarget:
         if ring.kick < 0 or not ring.is_enabled:
             return
         if self._is_polling:
-            _INDEX.pack_into(self._at(ring.used, 2), 0, 1)  # no notify
-        ring_now = self._at(ring.avail, 4 + 2 * ring.size)
+            _INDEX.pack_into(ring.at(ring.used, 2), 0, 1)  # no notify
+        ring_now = ring.at(ring.avail, 4 + 2 * ring.size)
         while ring.seen != _INDEX.unpack_from(ring_now, 2)[0]:
             head = _INDEX.unpack_from(ring_now, 4 + ring.seen % ring.size * 2)[0]
             ring.seen = (ring.seen + 1) & 0xFFFF
             if not self._is_polling:
-                _INDEX.pack_into(self._at(ring.used + 4 + 8 * ring.size, 2), 0, ring.seen)
+                _INDEX.pack_into(ring.at(ring.used + 4 + 8 * ring.size, 2), 0, ring.seen)
             self._take(ring, head)
 
     def _take(self, ring: _Ring, head: int) -> None:
@@ -325,13 +327,13 @@ class FakeVhostTarget:
             self._carry_out(taken)
 
     def _chain(self, ring: _Ring, head: int) -> list[tuple[memoryview, int]]:
-        table, at, found = self._at(ring.desc, 16 * ring.size), head, []
+        table, at, found = ring.at(ring.desc, 16 * ring.size), head, []
         while True:
             address, length, flags, following = _DESCRIPTOR.unpack_from(table, at * 16)
             if flags & 4:
-                table, at = self._at(address, length), 0
+                table, at = ring.at(address, length), 0
                 continue
-            found.append((self._at(address, length), flags))
+            found.append((ring.at(address, length), flags))
             if not flags & 1:
                 return found
             at = following
@@ -371,15 +373,15 @@ class FakeVhostTarget:
             self._put_used(ring, taken.head)
         if lie == "jump":
             ring.done = (ring.done + 1000) & 0xFFFF
-            _INDEX.pack_into(self._at(ring.used + 2, 2), 0, ring.done)
+            _INDEX.pack_into(ring.at(ring.used + 2, 2), 0, ring.done)
         with contextlib.suppress(OSError):
             os.eventfd_write(ring.call, 1)
 
     def _put_used(self, ring: _Ring, head: int) -> None:
-        place = self._at(ring.used + 4 + ring.done % ring.size * 8, 8)
+        place = ring.at(ring.used + 4 + ring.done % ring.size * 8, 8)
         _USED.pack_into(place, 0, head, 0)
         ring.done = (ring.done + 1) & 0xFFFF
-        _INDEX.pack_into(self._at(ring.used + 2, 2), 0, ring.done)
+        _INDEX.pack_into(ring.at(ring.used + 2, 2), 0, ring.done)
 
 
 def main() -> None:
