@@ -174,7 +174,7 @@ class Session(Generic[_Token]):
             self.lost_because = reason
             self._life.cancel()
             self._news.set()
-            self._sock.close()
+            self._close_sockets()
 
     def flush_soon(self, ring: BlkRing[_Token]) -> None:
         """Show the device what was added to the ring: now if it idles, else with all else of this turn."""
@@ -196,9 +196,7 @@ class Session(Generic[_Token]):
 
     def close(self) -> None:
         """Let go of everything. The back end must be done with our memory, or the memory must not be used again."""
-        self._sock.close()
-        if self._backend_sock is not None:
-            self._backend_sock.close()
+        self._close_sockets()
         for ring in self.rings:
             ring.close()
         if self._own is not None:
@@ -206,6 +204,11 @@ class Session(Generic[_Token]):
         os.close(self._call_fd)
         if self._pid_fd is not None:
             os.close(self._pid_fd)
+
+    def _close_sockets(self) -> None:
+        self._sock.close()
+        if self._backend_sock is not None:
+            self._backend_sock.close()
 
     # --- memory ---
 

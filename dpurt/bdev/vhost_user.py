@@ -196,14 +196,16 @@ class VhostUserBdev:
         """Wait until the back end is done with each request it holds, and end those."""
         delay = _FIRST_LOOK_S
         is_dead = False
-        while session.num_held and not is_dead:
-            is_dead = await session.has_died(delay)
-            delay = min(2 * delay, _LAST_LOOK_S)
-            self._reap_left(session)
-        self._left.discard(session)
-        for request in session.tokens():
-            self._refuse(request.operation)
-        session.close()
+        try:
+            while session.num_held and not is_dead:
+                is_dead = await session.has_died(delay)
+                delay = min(2 * delay, _LAST_LOOK_S)
+                self._reap_left(session)
+            for request in session.tokens():
+                self._refuse(request.operation)
+        finally:
+            self._left.discard(session)
+            session.close()
 
     def _reap_left(self, session: Session[_Request]) -> None:
         if session.is_trusted:

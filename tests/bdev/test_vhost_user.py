@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.lowlevel
 
 import dpurt.bdev.memory_fence as memory_fence
 from dpurt.bdev import DeviceMemory
@@ -55,7 +56,9 @@ def region() -> Iterator[MemfdRegion]:
 
 
 @contextlib.asynccontextmanager
-async def opened(path: Path, region: MemfdRegion | None = None, **options: Any) -> AsyncIterator[VhostUserBdev]:
+async def opened(
+    path: Path, region: MemfdRegion | None = None, **options: Any
+) -> AsyncIterator[VhostUserBdev]:
     bdev = await VhostUserBdev.open(path, **{"close_s": 0.05, "answer_s": 2.0} | options)
     try:
         if region is not None:
@@ -194,7 +197,7 @@ async def test_memory_is_added_under_load_without_an_operation_lost(
 
             for i in range(8):
                 nursery.start_soon(read, i * 4096)
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
             await bdev.add_memory(DeviceMemory(region.fd, region.address, region.size), soon())
             assert target.requests.count(5) == 2, "SET_MEM_TABLE"
         assert into == target.image
@@ -485,7 +488,9 @@ async def test_a_resize_is_seen(target: FakeVhostTarget, socket_path: Path) -> N
         await bdev.read_into(2 * SIZE - 512, [aligned_buffer(512)], soon())
         target.resize(SIZE)
         await until(lambda: bdev.info.size_bytes == SIZE)
-        assert (await failure_of(bdev.read_into(SIZE, [aligned_buffer(512)], soon()))).status == "out_of_range"
+        assert (
+            await failure_of(bdev.read_into(SIZE, [aligned_buffer(512)], soon()))
+        ).status == "out_of_range"
 
 
 # --- qemu-storage-daemon ---
@@ -498,7 +503,9 @@ async def daemon(tmp_path: Path) -> AsyncIterator[QemuStorage]:
     disk = tmp_path / "disk"
     disk.write_bytes(random.Random(7).randbytes(SIZE) * 16)
     slow = "throttle,node-name=slow,throttle-group=limit,file=disk"
-    daemon = QemuStorage(tmp_path, [file_node(disk), slow], export="slow", objects=["throttle-group,id=limit"])
+    daemon = QemuStorage(
+        tmp_path, [file_node(disk), slow], export="slow", objects=["throttle-group,id=limit"]
+    )
     async with daemon:
         yield daemon
 
@@ -582,11 +589,13 @@ async def test_qemu_stopped_memory_cannot_be_added_and_that_is_said_in_time(
         await bdev.add_memory(memory, soon())
 
 
-async def test_qemu_resized_is_seen(daemon: QemuStorage) -> None:
+async def test_qemu_restarted_with_a_larger_disk_is_seen(daemon: QemuStorage, tmp_path: Path) -> None:
     async with opened(daemon.path) as bdev:
-        daemon.qmp("block_resize", **{"node-name": "disk", "size": 32 << 20})
-        daemon.qmp("block_resize", **{"node-name": "slow", "size": 32 << 20})
+        daemon.kill()
+        os.truncate(tmp_path / "disk", 32 << 20)
+        await daemon.start()
         await until(lambda: bdev.info.size_bytes == 32 << 20)
+        await bdev.read_into(bdev.info.size_bytes - 4096, [aligned_buffer(4096)], soon())
 
 
 async def test_the_bytes_of_the_arena_are_not_read_by_this_process(

@@ -99,7 +99,9 @@ class FakeVhostTarget:
         self._is_polling = is_polling
         self._features = _BASE_FEATURES | (1 << 1 if size_max else 0) | (1 << 5 if is_read_only else 0)
         self._features |= (_EVENT_IDX_BIT if has_event_idx else 0) | (_INDIRECT_BIT if has_indirect else 0)
-        self._protocol = 1 | 1 << 5 | 1 << 9 | (1 << 15 if has_mem_slots else 0) | (1 << 3 if has_reply_ack else 0)
+        self._protocol = (
+            1 | 1 << 5 | 1 << 9 | (1 << 15 if has_mem_slots else 0) | (1 << 3 if has_reply_ack else 0)
+        )
         self._size_max, self._block_size = size_max, block_size
         self._held: list[_Taken] = []
         self._jobs: list[Callable[[], None]] = []
@@ -217,7 +219,8 @@ class FakeVhostTarget:
 
     def _read_message(self) -> None:
         conn = self._conn
-        assert conn is not None, "registered while connected"
+        if conn is None:
+            return  # the connection ended in the same round of events
         try:
             data, fds, _, _ = socket.recv_fds(conn, _HEADER.size, 8)
             request, flags, size = _HEADER.unpack(data) if len(data) == _HEADER.size else (0, 0, 0)
@@ -296,6 +299,8 @@ class FakeVhostTarget:
     # --- rings ---
 
     def _kicked(self, ring: _Ring) -> None:
+        if ring.kick < 0:
+            return  # the session ended in the same round of events
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(ring.kick)
         self.num_kicks += 1
