@@ -1,7 +1,7 @@
 """A qemu-storage-daemon as the peer of tests: a real vhost-user-blk back end, not of our making.
 
-`objects` and `blockdevs` are its ``--object`` and ``--blockdev`` words; the node named `export` is what the socket shows. Killed or stopped, it can
-be started again on the same paths. The daemon never outlives the `async with` block.
+`objects` and `blockdevs` are its ``--object`` and ``--blockdev`` words; the node named `export` is what the socket
+shows. Killed or stopped, it can be started again on the same paths. The daemon never outlives the `async with` block.
 """
 
 from __future__ import annotations
