@@ -130,6 +130,7 @@ class _Writing:
     runs: int = 0
     is_full: bool = False
     is_headless: bool = False  # writing the header failed
+    header_failure: str = "io_error"  # and the status of those who waited for it
     has_failed: bool = False  # any write failed: it must not be sealed
 
 
@@ -519,12 +520,15 @@ class BlockStore:
             await writing.has_header.wait()
             if writing.is_headless:
                 why = "the header of its segment could not be written"
-                raise BdevError(self._bdev.info.name, "write", run.offset, run.length, "io_error", why)
+                status = writing.header_failure
+                raise BdevError(self._bdev.info.name, "write", run.offset, run.length, status, why)
             return
         try:
             await self._write_segment_block(run.segment, run.opens, deadline)
-        except BdevError:
+        except BdevError as error:
             writing.is_headless = True
+            if error.status == "unavailable":
+                writing.header_failure = error.status
             self._log.close(run.segment)
             raise
         finally:

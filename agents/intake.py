@@ -32,6 +32,7 @@ from .storage import StorageAgent, WriteJob
 
 log = structlog.get_logger()
 OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
+WAIT_SHARE = 0.8  # of a commit's time, for the device
 SMALL_BYTES = 64 << 10  # of a payload: copied without ado
 RESERVATION_S = 30.0
 DIRTY_SHARE = 0.5
@@ -325,13 +326,17 @@ class Intake:
         """Another commit may be about to bring the parent."""
         other = self._reserving.get((reserved.state.number, reserved.parent, reserved.shard))
         if other is not None and all(other is not one.reserved for one in written):
-            other.over = other.over or trio.Event()
+            if other.over is None:
+                other.over = trio.Event()
             with trio.move_on_at(deadline):
                 await other.over.wait()
 
     async def _wait_for_device(self, state: SpaceState, count: int, deadline: float) -> None:
-        """Back-pressure: too much is waiting to be written. Goes on at the deadline all the same, with what room there is."""
-        with trio.move_on_at(deadline):
+        """Back-pressure: too much is waiting to be written. Goes on before the deadline all the same, with what room there is:
+        the host should have its answer by then.
+        """
+        now = trio.current_time()
+        with trio.move_on_at(now + WAIT_SHARE * (deadline - now)):
             while self._clean_room(state) < count and self.dirty.get(state.slab.number, 0):
                 await self._cleaner.park()
 

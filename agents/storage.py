@@ -21,7 +21,7 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import StoreFull
-from dpurt.agents.flash import FlashTier
+from dpurt.agents.flash import RETRY_S, FlashTier
 from dpurt.core.record import RecordError
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
@@ -65,6 +65,7 @@ class WriteJob:
     ref: int
     slot: int
     done: Callable[[WriteJob, int | None], None]
+    timed_out: bool = False
 
 
 class StorageAgent(Actor[None]):
@@ -233,18 +234,40 @@ class StorageAgent(Actor[None]):
         while self._writes and len(batch) < most and self._writes[0].state is batch[0].state:
             batch.append(self._writes.popleft())
         self._writing += 1
+        try:
+            await self._write(batch)
+        finally:
+            self._writing -= 1
+
+    async def _write(self, batch: Sequence[WriteJob]) -> None:
         offsets: Sequence[int | None] = [None] * len(batch)
         try:
             offsets = await self._append(batch)
         except BdevError as error:
-            self.write_failures += len(batch)
-            log.warning("write_failed", blocks=len(batch), detail=str(error))
-            if isinstance(error, BdevTimeout):
-                await error.settled()  # the device may still read the slots
+            if await self._may_try_again(batch, error):
+                self._writes.extendleft(reversed(batch))
+                batch = ()
+            else:
+                self.write_failures += len(batch)
+                log.warning("write_failed", blocks=len(batch), detail=str(error))
         finally:
-            self._writing -= 1
-            for job, offset in zip(batch, offsets, strict=True):
+            for job, offset in zip(batch, offsets, strict=False):
                 job.done(job, offset)
+
+    async def _may_try_again(self, batch: Sequence[WriteJob], error: BdevError) -> bool:
+        """Wait until the device is done with the slots, or worth another try. A device that is away may be so for as long
+        as it likes: dirty slots are kept, stores wait for room. A device that is slow gets one more try.
+        """
+        if error.status == "unavailable":
+            await trio.sleep(RETRY_S)
+            return True
+        if not isinstance(error, BdevTimeout):
+            return False
+        await error.settled()  # the device may still read the slots
+        is_first = not any(job.timed_out for job in batch)
+        for job in batch:
+            job.timed_out = True
+        return is_first
 
     async def _append(self, batch: Sequence[WriteJob]) -> Sequence[int]:
         layout = batch[0].state.layout

@@ -56,6 +56,8 @@ def _run_json(outcome: Outcome) -> dict[str, Any]:
         },
         "hosts": {h.host: _host_json(h) for h in hosts},
         "ledger": ledger_of(outcome.stats),
+        "drops": outcome.stats["index"]["drops"],
+        "writes_lost": outcome.stats["intake"]["writes_lost"],
         "ledger_adds_up": ledger_adds_up(outcome.stats),
         "lookup_ms": lookup_ms(hosts),
         "bytes_by_path": bytes_by_path(outcome),

@@ -216,3 +216,33 @@ async def test_what_only_a_lost_store_held_is_dropped_with_its_descendants_and_s
         assert agents.index.drops == {"device_lost": 3}
         [staged] = [state.block_id(handle) for handle in agents.handles(50)]
         assert state.extent_of(staged, 0) < 0 <= state.slot_of(staged, 0)
+
+
+async def test_what_is_stored_while_the_device_is_away_reaches_it_when_it_is_back(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = AwayBdev(MemoryBdev(capacity(8)))
+    async with running_agents(bdev) as agents:
+        bdev.go_away()
+        assert await agents.store(0, 1, 2) == ["stored"] * 3
+        await trio.sleep(10)
+        assert sum(agents.intake.dirty.values()) == 3, "pinned in staging"
+        bdev.come_back()
+        await agents.until_written()
+        assert agents.intake.writes_lost == 0
+        assert agents.storage.store.stores[0].stats().appends == 3
+
+
+async def test_a_read_of_a_device_that_is_away_is_a_miss_that_loses_nothing(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = AwayBdev(MemoryBdev(capacity(8)))
+    async with running_agents(bdev) as agents:
+        await agents.store_to_flash(0, 1)
+        bdev.go_away()
+        for _ in range(3):
+            assert [one.status for one in await agents.acquire(0, 1)] == ["error"] * 2
+        bdev.come_back()
+        assert [one.status for one in await agents.acquire(0, 1)] == ["ok"] * 2
+        assert agents.index.drops == {}
+        agents.staging.drop_leases(await agents.acquire(0, 1))

@@ -167,14 +167,31 @@ async def test_a_hung_write_holds_its_slot_until_the_device_answers(
 ) -> None:
     bdev = FaultyBdev(MemoryBdev(capacity(8)))
     async with running_agents(bdev, deadline_s=2.0) as agents:
-        bdev.inject(Fault(op="write", kind="hang", count=2))
+        bdev.inject(Fault(op="write", kind="hang"))
         await agents.store(0)
         await trio.sleep(30)
         assert agents.pool.stats().pinned == 1
         bdev.resume()
-        await trio.sleep(1)
+        await agents.until_written()
         assert agents.pool.stats().pinned == 0
+        assert agents.intake.writes_lost == 0, "it was tried once more"
+
+
+async def test_a_write_that_hangs_twice_is_lost_to_the_device_and_stays_staged(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = FaultyBdev(MemoryBdev(capacity(8)))
+    async with running_agents(bdev, deadline_s=2.0) as agents:
+        await agents.store_to_flash(1)
+        bdev.inject(Fault(op="write", kind="hang", count=2))
+        await agents.store(0)
+        for _ in range(2):
+            await trio.sleep(30)
+            bdev.resume()
+        await agents.until_written()
         assert agents.intake.writes_lost == 1
+        assert agents.storage.write_failures == 1
+        assert [one.status for one in await agents.acquire(0)] == ["ok"]
 
 
 async def test_a_batch_larger_than_the_store_can_ever_hold_at_once_is_split(

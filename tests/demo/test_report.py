@@ -36,6 +36,8 @@ def stats_of(**ledger: int) -> dict[str, Any]:
         "bdevs": {"flash": {"io": {"bytes_read": 5 * MIB, "bytes_written": 7 * MIB}}},
         "fabrics": {"shm": {"bytes_pulled": 1, "bytes_stored": 2}},
         "prefetch": {"total": ledger},
+        "index": {"drops": {}},
+        "intake": {"writes_lost": 0},
     }
 
 

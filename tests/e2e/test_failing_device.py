@@ -268,7 +268,7 @@ async def test_a_hung_write_holds_its_slots_and_stops_neither_loads_nor_other_st
         assert await here.load(5, 6) == ["ok"] * 2, "pinned while the device reads its slots"
         here.node.faulty.resume()
         await here.written()
-        assert here.node.intake.writes_lost == 2
+        assert here.node.intake.writes_lost == 0, "tried once more"
 
 
 # --- lies ------------------------------------------------------------------------------------------------------------
