@@ -16,9 +16,11 @@ from pathlib import Path
 import trio
 
 from dpurt.bdev.spdk_apply import apply, load_keys, load_profile, look
+from dpurt.bdev.spdk_plan import Call, Plan, plan
 from dpurt.bdev.spdk_process import Lack, OwnTarget, TargetFailed, has_huge_pages, lacks, start_target
-from dpurt.bdev.spdk_profile import Call, KeyMaterial, Plan, Profile, TargetState, plan
+from dpurt.bdev.spdk_profile import KeyMaterial, Profile
 from dpurt.bdev.spdk_rpc import SpdkRpc, open_spdk_rpc
+from dpurt.bdev.spdk_state import TargetState
 from dpurt.bdev.spdk_status import BdevStatus, TargetStatus, read_status
 from dpurt.config.schema import NodeConfig
 from dpurt.errors import ConfigError, TargetUnavailable
