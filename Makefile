@@ -1,6 +1,7 @@
 # setup   make .venv and install dpurt into it, only when that is stale
 # demo    see it work on this machine: make demo ARGS="--help"
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
+# test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
 # lint    ruff and mypy
 # bench   all benchmarks, with their peers installed: make bench ARGS="--quick"
 #
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test test-spdk lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -25,6 +26,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+test-spdk: setup
+	test -x "$(DPURT_SPDK_TGT)" || { echo "DPURT_SPDK_TGT must name an spdk_tgt"; exit 2; }
+	DPURT_SPDK_TGT="$(abspath $(DPURT_SPDK_TGT))" $(BIN)/python -m pytest -m spdk $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
