@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -139,6 +140,36 @@ async def test_timed_out_calls_late_answer_reaches_nobody_else(tmp_path: Path) -
         assert session.core.late_answers == 1
         assert session.core.in_flight == {}
         assert (rpc.connections, rpc.timeouts) == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_mix_of_deadlines_gives_each_call_its_own_answer_or_its_deadline(
+    tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    outcomes: list[str] = []
+
+    async def one(rpc: SpdkRpc, name: str, seconds: float) -> None:
+        try:
+            answer = await rpc.call("bdev_get_bdevs", {"name": name}, deadline=soon(seconds))
+        except DeadlineExceeded:
+            outcomes.append("late")
+        else:
+            assert isinstance(answer, list)
+            assert [bdev["name"] for bdev in answer] == [name]
+            outcomes.append("good")
+
+    async with pair(tmp_path) as (server, rpc):
+        for number in range(20):
+            server.target.add_memory(f"B{number}", 4096)
+        server.faults.slow_s["bdev_get_bdevs"] = 0.02
+        async with trio.open_nursery() as nursery:
+            for _ in range(200):
+                nursery.start_soon(one, rpc, f"B{draw.randrange(20)}", draw.choice([0.005, 0.02, 0.03, 5.0]))
+                await trio.sleep(0 if draw.random() < 0.8 else 0.001)
+        assert rpc.connections == 1
+    assert len(outcomes) == 200
+    assert {"late", "good"} == set(outcomes)
 
 
 async def test_cancelled_call_leaves_the_connection_usable(tmp_path: Path) -> None:
