@@ -125,6 +125,17 @@ def test_dry_run_starts_nothing_and_shows_every_call(tmp_path: Path, run_dir: Pa
     assert list(run_dir.iterdir()) == []
 
 
+def test_dry_run_of_what_no_target_could_do_is_refused(
+    tmp_path: Path, run_dir: Path, capsys: Capture
+) -> None:
+    profile = tmp_path / "p.json"
+    profile.write_text(
+        json.dumps({"about": "a limit of nothing", "qos": [{"bdev": "X", "rw_ios_per_sec": 1}]})
+    )
+    assert spdk("up", run_dir, str(profile), "--dry-run") == 1
+    assert "the limit of X needs X" in capsys.readouterr().err
+
+
 def test_keys_are_shown_nowhere(tmp_path: Path, run_dir: Path, capsys: Capture) -> None:
     disk = tmp_path / "disk"
     disk.write_bytes(bytes(1 << 20))

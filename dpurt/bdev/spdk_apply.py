@@ -15,16 +15,29 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from dpurt.bdev.spdk_profile import Call, KeyMaterial, Plan, Profile, TargetState, parse_profile, plan
+from dpurt.bdev.spdk_plan import Call, Plan, plan
+from dpurt.bdev.spdk_profile import KeyMaterial, Profile, parse_profile
 from dpurt.bdev.spdk_rpc import SpdkRpc
+from dpurt.bdev.spdk_state import (
+    ShownBdev,
+    ShownKey,
+    ShownStore,
+    ShownSubsystem,
+    ShownTransport,
+    ShownVhost,
+    TargetState,
+    checked,
+)
 from dpurt.errors import ConfigError, DpurtError, RpcError
 
 __all__ = ["ProfileRefused", "apply", "load_keys", "load_profile", "look", "read_state"]
 
 MAX_PROFILE_BYTES = 1 << 20
 MAX_KEY_BYTES = 4096
+
+_Shown = TypeVar("_Shown")
 
 
 class ProfileRefused(DpurtError):
@@ -77,30 +90,26 @@ def _private_text(path: Path) -> str:
 
 async def read_state(rpc: SpdkRpc, deadline: float) -> TargetState:
     """Ask the target for all that `plan` looks at. Key material is reduced to fingerprints at once."""
-    methods = frozenset(str(name) for name in await _list(rpc, "rpc_get_methods", deadline))
+    names = await rpc.call("rpc_get_methods", deadline=deadline)
+    methods = frozenset(checked("rpc_get_methods", names, list[str]))
 
-    async def listed(method: str) -> list[Any]:
-        return await _list(rpc, method, deadline) if method in methods else []
+    async def listed(method: str, shape: type[_Shown]) -> list[_Shown]:
+        if method not in methods:
+            return []
+        return checked(method, await rpc.call(method, deadline=deadline), list[shape])  # type: ignore[valid-type]
 
     return TargetState(
-        bdevs=await listed("bdev_get_bdevs"),
-        lvstores=await listed("bdev_lvol_get_lvstores"),
-        vhost=await listed("vhost_get_controllers"),
-        transports=await listed("nvmf_get_transports"),
-        subsystems=await listed("nvmf_get_subsystems"),
+        bdevs=await listed("bdev_get_bdevs", ShownBdev),
+        lvstores=await listed("bdev_lvol_get_lvstores", ShownStore),
+        vhost=await listed("vhost_get_controllers", ShownVhost),
+        transports=await listed("nvmf_get_transports", ShownTransport),
+        subsystems=await listed("nvmf_get_subsystems", ShownSubsystem),
         keys={
-            str(key["name"]): KeyMaterial(str(key["key"]), str(key.get("key2", ""))).fingerprint
-            for key in await listed("accel_crypto_keys_get")
+            key["name"]: KeyMaterial(key["key"], key.get("key2", "")).fingerprint
+            for key in await listed("accel_crypto_keys_get", ShownKey)
         },
         methods=methods,
     )
-
-
-async def _list(rpc: SpdkRpc, method: str, deadline: float) -> list[Any]:
-    answer = await rpc.call(method, deadline=deadline)
-    if not isinstance(answer, list):
-        raise RpcError(method, 0, f"expected a list, got {type(answer).__name__}")
-    return answer
 
 
 async def apply(

@@ -33,6 +33,7 @@ import trio
 
 from dpurt.errors import (
     DeadlineExceeded,
+    DpurtError,
     LocalProtocolError,
     RemoteProtocolError,
     TargetUnavailable,
@@ -236,10 +237,16 @@ async def open_spdk_rpc(path: str | Path, on_connected: OnConnected | None = Non
         message = f"{path}: a Unix socket's path has at most {MAX_PATH_BYTES} bytes"
         raise LocalProtocolError("bad_path", message)
     rpc = SpdkRpc(path, on_connected)
+    failure: DpurtError | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rpc.run)
-        yield rpc
+        try:
+            yield rpc
+        except DpurtError as error:  # the caller's own, so it goes out as it is and not in a group
+            failure = error
         nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 async def _connect(path: str) -> trio.SocketStream:

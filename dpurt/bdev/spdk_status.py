@@ -6,19 +6,49 @@ two looks does. Whatever a target was built without is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import trio
 
 from dpurt.bdev.spdk_apply import read_state
 from dpurt.bdev.spdk_health import NvmeHealth, health_of
-from dpurt.bdev.spdk_profile import TargetState
 from dpurt.bdev.spdk_rpc import SpdkRpc
+from dpurt.bdev.spdk_state import ShownBdev, TargetState, checked
 from dpurt.errors import RpcError
 
 __all__ = ["BdevStatus", "TargetStatus", "read_health", "read_status", "utilisation"]
+
+
+class _Counters(TypedDict):
+    name: str
+    num_read_ops: NotRequired[int]
+    num_write_ops: NotRequired[int]
+    bytes_read: NotRequired[int]
+    bytes_written: NotRequired[int]
+    io_error: NotRequired[dict[str, int]]
+
+
+class _IoStat(TypedDict):
+    bdevs: list[_Counters]
+
+
+class _Reactor(TypedDict):
+    lcore: int
+    busy: int
+    idle: int
+
+
+class _Reactors(TypedDict):
+    reactors: list[_Reactor]
+
+
+class _Controller(TypedDict):
+    name: str
+
+
+class _Version(TypedDict):
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +79,38 @@ class TargetStatus:
 
 async def read_status(rpc: SpdkRpc, interval_s: float, deadline: float) -> TargetStatus:
     """Ask for everything; takes `interval_s`, for the reactors. Raises RpcError, TargetUnavailable and the like."""
-    version = await rpc.call("spdk_get_version", deadline=deadline)
-    before = await rpc.call("framework_get_reactors", deadline=deadline)
+
+    async def ask(method: str) -> object:
+        return await rpc.call(method, deadline=deadline)
+
+    version = checked("spdk_get_version", await ask("spdk_get_version"), _Version)
+    before = await ask("framework_get_reactors")
     state = await read_state(rpc, deadline)
-    counters = await rpc.call("bdev_get_iostat", deadline=deadline)
+    counters = checked("bdev_get_iostat", await ask("bdev_get_iostat"), _IoStat)["bdevs"]
     health = await read_health(rpc, deadline) if "bdev_nvme_get_controllers" in state.methods else {}
     await trio.sleep(interval_s)
-    after = await rpc.call("framework_get_reactors", deadline=deadline)
-    return TargetStatus(
-        str(version.get("version")) if isinstance(version, Mapping) else "unknown",
-        _bdevs(state, counters),
-        utilisation(before, after),
-        health,
-    )
+    after = await ask("framework_get_reactors")
+    by_name = {one["name"]: one for one in counters}
+    bdevs = [_bdev(bdev, by_name.get(bdev["name"], _Counters(name="")), state) for bdev in state.bdevs]
+    return TargetStatus(version["version"], bdevs, utilisation(before, after), health)
 
 
 async def read_health(rpc: SpdkRpc, deadline: float) -> dict[str, NvmeHealth]:
     """Health of each NVMe controller; one that cannot tell (gone, or of another kind) is left out."""
-    controllers = await rpc.call("bdev_nvme_get_controllers", deadline=deadline)
+    answer = await rpc.call("bdev_nvme_get_controllers", deadline=deadline)
     found: dict[str, NvmeHealth] = {}
-    for controller in controllers if isinstance(controllers, list) else []:
-        name = str(controller["name"])
+    for controller in checked("bdev_nvme_get_controllers", answer, list[_Controller]):
+        params = {"name": controller["name"]}
         try:
-            answer = await rpc.call("bdev_nvme_get_controller_health_info", {"name": name}, deadline=deadline)
+            health = await rpc.call("bdev_nvme_get_controller_health_info", params, deadline=deadline)
         except RpcError:
             continue
-        found[name] = health_of(answer)
+        found[controller["name"]] = health_of(health)
     return found
 
 
 def utilisation(before: object, after: object) -> dict[int, float]:
-    """Busy share of each reactor between two answers of `framework_get_reactors`."""
+    """Busy share of each reactor between two answers of `framework_get_reactors`. Raises RemoteProtocolError."""
     earlier = _ticks(before)
     shares: dict[int, float] = {}
     for core, (busy, idle) in _ticks(after).items():
@@ -90,30 +121,23 @@ def utilisation(before: object, after: object) -> dict[int, float]:
 
 
 def _ticks(answer: object) -> dict[int, tuple[int, int]]:
-    reactors = answer.get("reactors", []) if isinstance(answer, Mapping) else []
-    return {int(one["lcore"]): (int(one["busy"]), int(one["idle"])) for one in reactors}
+    reactors = checked("framework_get_reactors", answer, _Reactors)["reactors"]
+    return {one["lcore"]: (one["busy"], one["idle"]) for one in reactors}
 
 
-def _bdevs(state: TargetState, counters: object) -> list[BdevStatus]:
-    shown = counters.get("bdevs", []) if isinstance(counters, Mapping) else []
-    by_name: dict[str, Any] = {str(one["name"]): one for one in shown}
-    return [_bdev(bdev, by_name.get(str(bdev["name"]), {}), state) for bdev in state.bdevs]
-
-
-def _bdev(bdev: Mapping[str, Any], counters: Mapping[str, Any], state: TargetState) -> BdevStatus:
-    name = str(bdev["name"])
-    errors = counters.get("io_error") or {}
+def _bdev(bdev: ShownBdev, counters: _Counters, state: TargetState) -> BdevStatus:
+    name = bdev["name"]
     return BdevStatus(
         name=next(iter(bdev.get("aliases") or []), name) if name == bdev.get("uuid") else name,
-        kind=str(bdev.get("product_name", "")),
-        size_bytes=int(bdev["num_blocks"]) * int(bdev["block_size"]),
-        block_size=int(bdev["block_size"]),
+        kind=bdev["product_name"],
+        size_bytes=bdev["num_blocks"] * bdev["block_size"],
+        block_size=bdev["block_size"],
         exports=exports_of(name, state),
-        reads=int(counters.get("num_read_ops", 0)),
-        writes=int(counters.get("num_write_ops", 0)),
-        bytes_read=int(counters.get("bytes_read", 0)),
-        bytes_written=int(counters.get("bytes_written", 0)),
-        io_errors=sum(value for value in errors.values() if isinstance(value, int)),
+        reads=counters.get("num_read_ops", 0),
+        writes=counters.get("num_write_ops", 0),
+        bytes_read=counters.get("bytes_read", 0),
+        bytes_written=counters.get("bytes_written", 0),
+        io_errors=sum(counters.get("io_error", {}).values()),
     )
 
 

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import trio
 
-from dpurt.bdev.spdk_apply import apply, load_keys, load_profile, look
+from dpurt.bdev.spdk_apply import ProfileRefused, apply, load_keys, load_profile, look
+from dpurt.bdev.spdk_plan import Call, Plan, plan
 from dpurt.bdev.spdk_process import Lack, OwnTarget, TargetFailed, has_huge_pages, lacks, start_target
-from dpurt.bdev.spdk_profile import Call, KeyMaterial, Plan, Profile, TargetState, plan
+from dpurt.bdev.spdk_profile import KeyMaterial, Profile
 from dpurt.bdev.spdk_rpc import SpdkRpc, open_spdk_rpc
+from dpurt.bdev.spdk_state import TargetState
 from dpurt.bdev.spdk_status import BdevStatus, TargetStatus, read_status
 from dpurt.config.schema import NodeConfig
 from dpurt.errors import ConfigError, TargetUnavailable
@@ -158,6 +160,8 @@ async def _show_plan(args: argparse.Namespace, wanted: _Wanted, path: Path, why:
         for lack in lacks(args.target, wanted.profile.needs_pci):
             _say(args, f"missing: {lack.what} -> {lack.fix}")
         planned = plan(wanted.profile, TargetState(), wanted.keys)
+        if planned.refused:
+            raise ProfileRefused(planned.refused)
     else:
         async with open_spdk_rpc(path) as rpc:
             planned = await look(rpc, wanted.profile, wanted.keys, deadline)
@@ -186,7 +190,7 @@ def _finish(args: argparse.Namespace, planned: Plan, made: Sequence[Call], *, is
             "new_target": is_started,
         }
         write_json(args.json, shown)
-    return 0 if not planned.refused else 1
+    return 0
 
 
 def _say(args: argparse.Namespace, text: str) -> None:

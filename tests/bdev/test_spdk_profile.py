@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpurt.bdev.spdk_apply import ProfileRefused, apply, load_keys, look
-from dpurt.bdev.spdk_profile import Call, KeyMaterial, Profile, TargetState, parse_profile, plan
+from dpurt.bdev.spdk_plan import Call, plan
+from dpurt.bdev.spdk_profile import KeyMaterial, Profile, parse_profile
 from dpurt.bdev.spdk_rpc import open_spdk_rpc
+from dpurt.bdev.spdk_state import TargetState
 from dpurt.commands.spdk import PROFILES, ready_profiles
 from dpurt.errors import ConfigError, RpcError
 from dpurt.testing.fake_spdk.rpc_server import FakeRpcServer

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
-import trio.testing
 
 from dpurt.bdev import spdk_rpc
 from dpurt.bdev.spdk_rpc import SpdkRpc, open_spdk_rpc
@@ -118,15 +119,10 @@ async def test_slow_call_does_not_block_others_on_the_same_connection(tmp_path: 
     async with pair(tmp_path) as (server, rpc):
         server.faults.slow_s["framework_get_reactors"] = 60
         async with trio.open_nursery() as nursery:
-            with trio.CancelScope() as slow:
-                nursery.start_soon(self_cancelled, rpc, slow)
-                await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(partial(rpc.call, "framework_get_reactors", deadline=soon(60)))
+            await server.asked(1)
             assert await rpc.call("spdk_get_version", deadline=soon())
             nursery.cancel_scope.cancel()
-
-
-async def self_cancelled(rpc: SpdkRpc, scope: trio.CancelScope) -> None:
-    await rpc.call("framework_get_reactors", deadline=soon(60))
 
 
 async def test_timed_out_calls_late_answer_reaches_nobody_else(tmp_path: Path) -> None:
@@ -144,6 +140,36 @@ async def test_timed_out_calls_late_answer_reaches_nobody_else(tmp_path: Path) -
         assert session.core.late_answers == 1
         assert session.core.in_flight == {}
         assert (rpc.connections, rpc.timeouts) == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_mix_of_deadlines_gives_each_call_its_own_answer_or_its_deadline(
+    tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    outcomes: list[str] = []
+
+    async def one(rpc: SpdkRpc, name: str, seconds: float) -> None:
+        try:
+            answer = await rpc.call("bdev_get_bdevs", {"name": name}, deadline=soon(seconds))
+        except DeadlineExceeded:
+            outcomes.append("late")
+        else:
+            assert isinstance(answer, list)
+            assert [bdev["name"] for bdev in answer] == [name]
+            outcomes.append("good")
+
+    async with pair(tmp_path) as (server, rpc):
+        for number in range(20):
+            server.target.add_memory(f"B{number}", 4096)
+        server.faults.slow_s["bdev_get_bdevs"] = 0.02
+        async with trio.open_nursery() as nursery:
+            for _ in range(200):
+                nursery.start_soon(one, rpc, f"B{draw.randrange(20)}", draw.choice([0.005, 0.02, 0.03, 5.0]))
+                await trio.sleep(0 if draw.random() < 0.8 else 0.001)
+        assert rpc.connections == 1
+    assert len(outcomes) == 200
+    assert {"late", "good"} == set(outcomes)
 
 
 async def test_cancelled_call_leaves_the_connection_usable(tmp_path: Path) -> None:
@@ -239,6 +265,13 @@ async def test_65th_connection_hangs_silently_and_is_a_deadline_for_us(tmp_path:
             assert await rpc.call("spdk_get_version", deadline=soon())
         for stream in held:
             await stream.aclose()
+
+
+async def test_callers_error_leaves_the_client_as_it_is(tmp_path: Path) -> None:
+    async with fake(tmp_path / "rpc.sock") as server:
+        with pytest.raises(RpcError):
+            async with open_spdk_rpc(server.path) as rpc:
+                await rpc.call("bdev_get_bdevs", {"name": "nope"}, deadline=soon())
 
 
 # --- a target that goes away and comes back ---

@@ -8,8 +8,8 @@ import pytest
 import trio
 
 from dpurt.bdev.spdk_health import health_of
-from dpurt.bdev.spdk_profile import TargetState
 from dpurt.bdev.spdk_rpc import open_spdk_rpc
+from dpurt.bdev.spdk_state import TargetState
 from dpurt.bdev.spdk_status import exports_of, read_health, read_status, utilisation
 from dpurt.errors import RemoteProtocolError
 from dpurt.testing.fake_spdk.rpc_server import FakeRpcServer
@@ -59,8 +59,27 @@ def reactors(*ticks: tuple[int, int]) -> dict[str, Any]:
 def test_utilisation_is_the_difference_between_two_looks() -> None:
     before, after = reactors((100, 900), (0, 0)), reactors((175, 925), (0, 0))
     assert utilisation(before, after) == {0: 0.75, 1: 0.0}
-    assert utilisation({}, reactors((1, 3))) == {0: 0.25}
-    assert utilisation(None, None) == {}
+    assert utilisation(reactors(), reactors((1, 3))) == {0: 0.25}
+
+
+@pytest.mark.parametrize("bad", [None, [], {"reactors": 3}, {"reactors": [{"lcore": "0"}]}])
+def test_reactors_of_the_wrong_shape_are_a_protocol_error(bad: object) -> None:
+    with pytest.raises(RemoteProtocolError, match="bad_answer: framework_get_reactors"):
+        utilisation(bad, bad)
+
+
+@pytest.mark.parametrize(
+    "method", ["spdk_get_version", "rpc_get_methods", "bdev_get_bdevs", "bdev_get_iostat"]
+)
+async def test_answer_of_the_wrong_shape_is_a_protocol_error(tmp_path: Path, method: str) -> None:
+    server = FakeRpcServer(FakeTarget(), tmp_path / "rpc.sock")
+    server.faults.raw_answers[method] = b'{"jsonrpc":"2.0","id":%d,"result":[{"name":3}]}\n'
+    async with trio.open_nursery() as nursery:
+        await nursery.start(server.run)
+        async with open_spdk_rpc(server.path) as rpc:
+            with pytest.raises(RemoteProtocolError, match=f"bad_answer: {method}"):
+                await read_status(rpc, 0, trio.current_time() + 5)
+        nursery.cancel_scope.cancel()
 
 
 def test_exports_are_shown_as_addresses() -> None:

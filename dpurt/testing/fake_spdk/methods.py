@@ -554,7 +554,7 @@ def vhost_create_blk_controller(target: FakeTarget, params: Params) -> object:
     if bdev.claim:
         raise RpcFailure(INVALID_PARAMS, "Operation not permitted")
     target.vhost[params["ctrlr"]] = VhostBlk(params["ctrlr"], bdev, bool(params.get("readonly")))
-    target._tell("vhost_created", params["ctrlr"])
+    target.tell("vhost_created", params["ctrlr"])
     return True
 
 
@@ -574,7 +574,7 @@ def vhost_delete_controller(target: FakeTarget, params: Params) -> object:
     blk = target.vhost.pop(params["ctrlr"], None)
     if blk is None:
         raise RpcFailure(INVALID_PARAMS, "No such device")
-    target._tell("vhost_deleted", params["ctrlr"])
+    target.tell("vhost_deleted", params["ctrlr"])
     return True
 
 
@@ -624,7 +624,7 @@ def nvmf_delete_subsystem(target: FakeTarget, params: Params) -> object:
     for nsid in list(subsystem.namespaces):
         subsystem.namespaces.pop(nsid).bdev.claim = ""
     del target.subsystems[params["nqn"]]
-    target._tell("subsystem_deleted", params["nqn"])
+    target.tell("subsystem_deleted", params["nqn"])
     return True
 
 
@@ -662,7 +662,7 @@ def nvmf_subsystem_add_ns(target: FakeTarget, params: Params) -> object:
         raise RpcFailure(INVALID_PARAMS, "Invalid parameters")
     bdev.claim = "nvmf"
     subsystem.namespaces[nsid] = Namespace(nsid, bdev)
-    target._tell("namespace_added", params["nqn"])
+    target.tell("namespace_added", params["nqn"])
     return nsid
 
 
@@ -672,7 +672,7 @@ def nvmf_subsystem_remove_ns(target: FakeTarget, params: Params) -> object:
     if space is None:
         raise RpcFailure(INVALID_PARAMS, "Invalid parameters")
     space.bdev.claim = ""
-    target._tell("namespace_removed", params["nqn"])
+    target.tell("namespace_removed", params["nqn"])
     return True
 
 
@@ -693,7 +693,7 @@ def nvmf_subsystem_add_listener(target: FakeTarget, params: Params) -> object:
     if listener.trtype not in target.transports or listener in subsystem.listeners:
         raise RpcFailure(INVALID_PARAMS, "Invalid parameters")
     subsystem.listeners.append(listener)
-    target._tell("listener_added", params["nqn"])
+    target.tell("listener_added", params["nqn"])
     return True
 
 
@@ -704,7 +704,7 @@ def nvmf_subsystem_remove_listener(target: FakeTarget, params: Params) -> object
     if listener not in subsystem.listeners:
         raise RpcFailure(INVALID_PARAMS, "Invalid parameters")
     subsystem.listeners.remove(listener)
-    target._tell("listener_removed", params["nqn"])
+    target.tell("listener_removed", params["nqn"])
     return True
 
 
@@ -714,7 +714,7 @@ def nvmf_subsystem_listener_set_ana_state(target: FakeTarget, params: Params) ->
     for listener in _subsystem(target, params["nqn"]).listeners:
         if listener == wanted:
             listener.ana_state = params["ana_state"]
-            target._tell("ana_changed", params["nqn"])
+            target.tell("ana_changed", params["nqn"])
             return True
     raise RpcFailure(INVALID_PARAMS, "Invalid parameters")
 

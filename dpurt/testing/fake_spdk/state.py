@@ -167,7 +167,7 @@ class FakeTarget:
         names = list(self.bdevs)
         self._clear()
         for name in names:
-            self._tell("bdev_unregister", name)
+            self.tell("bdev_unregister", name)
 
     def find(self, name: str) -> FakeBdev | None:
         """A bdev by name, alias or UUID."""
@@ -217,9 +217,10 @@ class FakeTarget:
     def notify(self, what: str, name: str) -> None:
         """Remember the event for `notify_get_notifications` and tell the watchers."""
         self.notifications.append({"type": what, "ctx": name, "id": len(self.notifications)})
-        self._tell(what, name)
+        self.tell(what, name)
 
-    def _tell(self, what: str, name: str) -> None:
+    def tell(self, what: str, name: str) -> None:
+        """Tell the watchers of a change: ``vhost_created``, ``namespace_removed``, ``ana_changed`` and the like."""
         for watcher in list(self.watchers):
             watcher(what, name)
 
