@@ -51,7 +51,7 @@ _MAX_SEGMENTS = 126
 _MIN_QUEUE, _MAX_QUEUE = 4, 1024  # room for one whole chain; what the known back ends take
 _CHAIN = 3  # descriptors of a request with one segment, where there are no indirect ones
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 2.0
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 1.0
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.25
 _LOSSES = (OSError, RemoteProtocolError, trio.TooSlowError, trio.ClosedResourceError)
 _KINDS = {"read": virtio_blk.READ, "write": virtio_blk.WRITE}
 

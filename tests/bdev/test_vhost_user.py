@@ -584,6 +584,24 @@ async def test_qemu_killed_in_flight_ends_operations_and_serves_again_after_a_re
         assert region.view == disk[: len(region.view)]
 
 
+async def test_qemu_finishes_into_the_old_ring_what_it_had_when_the_connection_was_lost(
+    daemon: QemuStorage, tmp_path: Path, region: MemfdRegion
+) -> None:
+    async with opened(daemon.path, region) as bdev:
+        throttle(daemon, 4 << 20)
+        async with trio.open_nursery() as nursery:
+            for i in range(16):
+                at = slice(i << 16, (i + 1) << 16)
+                nursery.start_soon(bdev.read_into, i << 16, [region.view[at]], soon())
+            await trio.sleep(0.02)
+            assert bdev.stats.in_flight > 0
+            assert bdev._session is not None
+            bdev._session.lose(ConnectionResetError("by the test"))
+        assert region.view == (tmp_path / "disk").read_bytes()[: 1 << 20]
+        await good_again(bdev)
+        assert bdev.reconnects == 1
+
+
 async def test_qemu_stopped_deadlines_hold_and_it_goes_on_afterwards(
     daemon: QemuStorage, tmp_path: Path, region: MemfdRegion
 ) -> None:
