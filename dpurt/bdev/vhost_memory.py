@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -17,20 +18,23 @@ from dataclasses import dataclass, field
 from dpurt.bdev import DeviceMemory
 from dpurt.bdev.buffers import address_of
 
-__all__ = ["BouncePool", "MemoryMap", "OwnMemory", "Transfer", "TransferLimits", "plan"]
+__all__ = ["BOUNCE_CHUNK_BYTES", "BouncePool", "MemoryMap", "OwnMemory", "Transfer", "TransferLimits", "plan"]
 
+BOUNCE_CHUNK_BYTES = 64 << 10
 _Pieces = Sequence[tuple[int, int]]
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class OwnMemory:
-    """A memfd of our own, zeroed and allocated in full. After `close` a peer's mapping of it stays good, ours too
-    while somebody has a view.
+    """A memfd of our own, zeroed, allocated in full, and sealed: a peer that cut it short would end us with a SIGBUS.
+    After `close` a peer's mapping of it stays good, ours too while somebody has a view.
     """
 
     def __init__(self, name: str, length: int) -> None:
-        self.fd = os.memfd_create(f"dpurt:{name}", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(f"dpurt:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, length)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             self.view = memoryview(mmap.mmap(self.fd, length, mmap.MAP_SHARED))
         except OSError:
             os.close(self.fd)

@@ -36,7 +36,7 @@ from typing import Generic, TypeVar
 import trio
 
 from dpurt.bdev import DeviceMemory
-from dpurt.bdev.vhost_memory import BouncePool, MemoryMap, OwnMemory
+from dpurt.bdev.vhost_memory import BOUNCE_CHUNK_BYTES, BouncePool, MemoryMap, OwnMemory
 from dpurt.bdev.vhost_ring import BlkRing
 from dpurt.errors import RemoteProtocolError
 from dpurt.wire import vhost_user as wire
@@ -49,7 +49,6 @@ __all__ = ["Session", "SessionWishes"]
 _Token = TypeVar("_Token")
 _SO_PEERPIDFD = 77
 _UCRED = struct.Struct("iii")
-_CHUNK_BYTES = 64 << 10
 _PAGE = 4096
 _RECV_BYTES = 4096
 _MAX_QUEUES = 64
@@ -292,7 +291,7 @@ class Session(Generic[_Token]):
         self._num_queues = num_queues
         start = -(-self._ring_bytes * num_queues // _PAGE) * _PAGE
         self._own = OwnMemory("vhost", start + wishes.bounce_bytes)
-        chunk = min(_CHUNK_BYTES, self.config.max_segment_bytes or _CHUNK_BYTES)
+        chunk = min(BOUNCE_CHUNK_BYTES, self.config.max_segment_bytes or BOUNCE_CHUNK_BYTES)
         self.bounce = BouncePool(self._own.address + start, wishes.bounce_bytes, chunk)
         self._make_rings()
 

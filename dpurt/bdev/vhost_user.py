@@ -38,19 +38,20 @@ import trio
 from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
 from dpurt.bdev.memory_fence import load_fence
 from dpurt.bdev.operation_queue import Operation, OperationQueue
-from dpurt.bdev.vhost_memory import Transfer, TransferLimits, plan
+from dpurt.bdev.vhost_memory import BOUNCE_CHUNK_BYTES, Transfer, TransferLimits, plan
 from dpurt.bdev.vhost_ring import BlkRing
 from dpurt.bdev.vhost_session import Session, SessionWishes
-from dpurt.errors import BdevError, RemoteProtocolError
+from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
 from dpurt.wire import virtio_blk
 from dpurt.wire.virtio_blk import BlkConfig, BlkFeature
 
 __all__ = ["VhostUserBdev"]
 
 _MAX_SEGMENTS = 126
+_MIN_QUEUE, _MAX_QUEUE = 4, 1024  # room for one whole chain; what the known back ends take
 _CHAIN = 3  # descriptors of a request with one segment, where there are no indirect ones
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.02, 2.0
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 1.0
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.25
 _LOSSES = (OSError, RemoteProtocolError, trio.TooSlowError, trio.ClosedResourceError)
 _KINDS = {"read": virtio_blk.READ, "write": virtio_blk.WRITE}
 
@@ -82,8 +83,8 @@ class VhostUserBdev:
         self._starved: deque[Operation] = deque()
         self._is_paused = False
         self._dry = trio.Event()  # the device holds nothing, or is lost
-        self._refused: deque[Operation] = deque()
-        self._is_refusing = False
+        self._unsent: deque[tuple[Operation, BdevError | None]] = deque()  # to answer without the device
+        self._is_answering = False
         self._life = trio.CancelScope()
         self._ended = trio.Event()
         self._is_closed = False
@@ -102,10 +103,11 @@ class VhostUserBdev:
         close_s: float = 5.0,
     ) -> VhostUserBdev:
         """Connect to the socket `path`. Control requests get `answer_s`, a close waits `close_s` for operations.
-        Raises BdevError.
+        Raises BdevError, or ConfigError for a number that cannot be.
         """
         path = Path(path)
         label = name or path.name
+        _check_numbers(num_queues, queue_size, bounce_bytes)
         try:
             wishes = SessionWishes(
                 path, num_queues, queue_size, _MAX_SEGMENTS, bounce_bytes, answer_s, load_fence()
@@ -284,17 +286,19 @@ class VhostUserBdev:
             self._starved.append(operation)
 
     def _refuse(self, operation: Operation) -> None:
-        """Answer that the device is not there. Each answer may launch the next operation, which is refused too:
-        a loop, not a recursion as deep as the queue.
+        self._answer_unsent(operation, self._queue.failure(operation, "unavailable", "the back end is down"))
+
+    def _answer_unsent(self, operation: Operation, error: BdevError | None = None) -> None:
+        """Answer what the device need not be asked. Each answer may launch the next operation, which may end up
+        here again: a loop, not a recursion as deep as the queue.
         """
-        self._refused.append(operation)
-        if self._is_refusing:
+        self._unsent.append((operation, error))
+        if self._is_answering:
             return
-        self._is_refusing = True
-        while self._refused:
-            refused = self._refused.popleft()
-            self._queue.answer(refused, self._queue.failure(refused, "unavailable", "the back end is down"))
-        self._is_refusing = False
+        self._is_answering = True
+        while self._unsent:
+            self._queue.answer(*self._unsent.popleft())
+        self._is_answering = False
 
     def _send(self, session: Session[_Request], operation: Operation) -> bool:
         """Put the operation's next request into a ring. False: no room now."""
@@ -328,7 +332,7 @@ class VhostUserBdev:
     def _send_flush(self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation) -> bool:
         if BlkFeature.FLUSH in session.features:
             return ring.move(virtio_blk.FLUSH, 0, (), _Request(operation, 0))
-        self._queue.answer(operation)
+        self._answer_unsent(operation)
         return True
 
     def _send_deallocate(
@@ -340,7 +344,7 @@ class VhostUserBdev:
         elif config.max_zeroes_bytes:
             kind, most = virtio_blk.WRITE_ZEROES, config.max_zeroes_bytes
         else:
-            self._queue.answer(operation)
+            self._answer_unsent(operation)
             return True
         length = min(operation.length - operation.moved, most)
         return ring.deallocate(kind, operation.offset + operation.moved, length, _Request(operation, length))
@@ -385,6 +389,17 @@ class VhostUserBdev:
                 self._starved.popleft()
             else:
                 return
+
+
+def _check_numbers(num_queues: int, queue_size: int, bounce_bytes: int) -> None:
+    if num_queues < 1:
+        raise ConfigError("$.bdev.num_queues", f"must be at least 1, got {num_queues}")
+    if not _MIN_QUEUE <= queue_size <= _MAX_QUEUE or queue_size.bit_count() != 1:
+        raise ConfigError(
+            "$.bdev.queue_size", f"must be a power of two from {_MIN_QUEUE} to {_MAX_QUEUE}, got {queue_size}"
+        )
+    if bounce_bytes < BOUNCE_CHUNK_BYTES:
+        raise ConfigError("$.bdev.bounce_bytes", f"must be at least {BOUNCE_CHUNK_BYTES}, got {bounce_bytes}")
 
 
 def _num_held(ring: BlkRing[_Request]) -> int:

@@ -28,8 +28,10 @@ _START_S = 10.0
 
 
 def file_node(path: Path, name: str = "disk", *, is_direct: bool = False, can_discard: bool = True) -> str:
-    """A ``--blockdev`` word for a file. `is_direct`: past the page cache."""
-    options = {"cache.direct": is_direct, "locking": False} | ({"discard": "unmap"} if can_discard else {})
+    """A ``--blockdev`` word for a file. `is_direct`: past the page cache, asynchronously."""
+    options: dict[str, object] = {"cache.direct": is_direct, "locking": False}
+    options |= {"aio": "native"} if is_direct else {}
+    options |= {"discard": "unmap"} if can_discard else {}
     words = ",".join(f"{key}={_word(value)}" for key, value in options.items())
     return f"file,filename={path},node-name={name},{words}"
 

@@ -21,8 +21,9 @@ import trio.lowlevel
 import dpurt.bdev.memory_fence as memory_fence
 from dpurt.bdev import DeviceMemory
 from dpurt.bdev.buffers import aligned_buffer
+from dpurt.bdev.vhost_memory import OwnMemory
 from dpurt.bdev.vhost_user import VhostUserBdev
-from dpurt.errors import BdevError, BdevTimeout
+from dpurt.errors import BdevError, BdevTimeout, ConfigError
 from dpurt.fabric.region import MemfdRegion
 from dpurt.testing.fake_spdk import vhost_target
 from dpurt.testing.fake_spdk.vhost_target import FakeVhostTarget
@@ -241,6 +242,45 @@ async def test_operations_of_one_turn_cost_few_kicks(
         assert target.num_kicks - before <= 4
 
 
+async def test_many_operations_that_need_no_device_end_without_a_recursion(
+    socket_path: Path, region: MemfdRegion
+) -> None:
+    with FakeVhostTarget(socket_path, SIZE, has_discard=False) as target:
+        async with opened(socket_path, region, queue_size=4) as bdev:
+            target.is_holding = True
+            async with trio.open_nursery() as nursery:
+                for i in range(4):
+                    nursery.start_soon(bdev.read_into, 0, [region.view[i * 512 : (i + 1) * 512]], soon())
+                await until(lambda: target.num_held == 4)
+                for _ in range(3000):
+                    nursery.start_soon(bdev.deallocate, 0, 512, soon())
+                await trio.testing.wait_all_tasks_blocked()
+                target.release()
+            assert bdev.stats.bytes_deallocated == 3000 * 512
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"queue_size": 100}, "queue_size"),
+        ({"num_queues": 0}, "num_queues"),
+        ({"bounce_bytes": 1}, "bounce_bytes"),
+    ],
+)
+async def test_numbers_that_cannot_be_are_named(
+    socket_path: Path, options: dict[str, int], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        await VhostUserBdev.open(socket_path, **options)
+
+
+def test_a_back_end_cannot_cut_our_memory_short() -> None:
+    memory = OwnMemory("test", 1 << 16)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 0)
+    memory.close()
+
+
 # --- late ---
 
 
@@ -249,7 +289,7 @@ async def test_a_late_completion_never_shows_in_another_operations_buffer(
 ) -> None:
     """The slot of a hung read stays the device's until it answers; others go on beside it."""
     hung, other = region.view[:4096], region.view[4096:8192]
-    async with opened(socket_path, region, queue_size=2) as bdev:
+    async with opened(socket_path, region, queue_size=4) as bdev:
         target.is_holding = True
         error = await failure_of(bdev.read_into(0, [hung], soon(0.03)))
         assert isinstance(error, BdevTimeout)
@@ -542,6 +582,24 @@ async def test_qemu_killed_in_flight_ends_operations_and_serves_again_after_a_re
         assert await good_again(bdev) == disk[:4096]
         await bdev.read_into(0, [region.view], soon())
         assert region.view == disk[: len(region.view)]
+
+
+async def test_qemu_finishes_into_the_old_ring_what_it_had_when_the_connection_was_lost(
+    daemon: QemuStorage, tmp_path: Path, region: MemfdRegion
+) -> None:
+    async with opened(daemon.path, region) as bdev:
+        throttle(daemon, 4 << 20)
+        async with trio.open_nursery() as nursery:
+            for i in range(16):
+                at = slice(i << 16, (i + 1) << 16)
+                nursery.start_soon(bdev.read_into, i << 16, [region.view[at]], soon())
+            await trio.sleep(0.02)
+            assert bdev.stats.in_flight > 0
+            assert bdev._session is not None
+            bdev._session.lose(ConnectionResetError("by the test"))
+        assert region.view == (tmp_path / "disk").read_bytes()[: 1 << 20]
+        await good_again(bdev)
+        assert bdev.reconnects == 1
 
 
 async def test_qemu_stopped_deadlines_hold_and_it_goes_on_afterwards(

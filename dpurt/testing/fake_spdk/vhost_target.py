@@ -31,7 +31,7 @@ _INDEX = struct.Struct("H")  # native: the front end must never see half of an i
 _USED = struct.Struct("II")
 _DESCRIPTOR = struct.Struct("=QIHH")
 _INDIRECT_BIT, _EVENT_IDX_BIT = 1 << 28, 1 << 29
-_BASE_FEATURES = 1 << 2 | 1 << 6 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 30 | 1 << 32
+_BASE_FEATURES = 1 << 2 | 1 << 6 | 1 << 9 | 1 << 12 | 1 << 30 | 1 << 32
 _POLL_S = 0.001
 _SECTOR = 512
 
@@ -84,6 +84,7 @@ class FakeVhostTarget:
         has_mem_slots: bool = True,
         has_reply_ack: bool = True,
         is_read_only: bool = False,
+        has_discard: bool = True,
         size_max: int = 0,
         block_size: int = 512,
     ) -> None:
@@ -98,6 +99,7 @@ class FakeVhostTarget:
         self.requests: list[int] = []
         self._is_polling = is_polling
         self._features = _BASE_FEATURES | (1 << 1 if size_max else 0) | (1 << 5 if is_read_only else 0)
+        self._features |= 1 << 13 if has_discard else 0
         self._features |= (_EVENT_IDX_BIT if has_event_idx else 0) | (_INDIRECT_BIT if has_indirect else 0)
         self._protocol = (
             1 | 1 << 5 | 1 << 9 | (1 << 15 if has_mem_slots else 0) | (1 << 3 if has_reply_ack else 0)
