@@ -1,17 +1,18 @@
 # setup   make .venv and install dpurt into it, only when that is stale
 # demo    see it work on this machine: make demo ARGS="--help"
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
+# test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
 # lint    ruff and mypy
 # bench   all benchmarks, with their peers installed: make bench ARGS="--quick"
 #
-# Nothing here needs root.
+# Nothing here needs root, but test-vm to build its machine the first time.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test test-vm lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -25,6 +26,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vm: setup
+	tests/vm/run $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

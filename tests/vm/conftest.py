@@ -1,5 +1,18 @@
-"""These tests need the test VM (tests/vm/run): outside it they are not collected at all, so they are no skips either."""
+"""These tests need the test VM (tests/vm/run), and change the kernel they run on.
+
+Outside it they are not collected, so they are no skips either, and one named on the command line fails untouched.
+"""
+
+from __future__ import annotations
 
 import os
 
-collect_ignore_glob = [] if os.environ.get("DPURT_VM") == "1" else ["test_*.py"]
+import pytest
+
+IN_VM = os.environ.get("DPURT_VM") == "1"
+collect_ignore_glob = [] if IN_VM else ["test_*.py"]
+
+
+def pytest_runtest_setup() -> None:
+    if not IN_VM:
+        pytest.fail("runs in the test VM only: use tests/vm/run", pytrace=False)
