@@ -33,7 +33,7 @@ from dpurt.wire.nvme_controller import (
 )
 from dpurt.wire.nvme_queue import Command, Completion
 
-__all__ = ["Association", "Connection", "Owner", "Transport", "converse", "converse_alone"]
+__all__ = ["Association", "Connection", "Owner", "QueueShape", "Transport", "converse", "converse_alone"]
 
 _ANA_SETTLE_S = 0.02
 _ANA_POLL_S = 1.0
@@ -66,6 +66,18 @@ class Connection(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class QueueShape:
+    """A queue pair to be connected; 0 is the admin queue. What fits in a capsule is known for the others only."""
+
+    queue_id: int
+    size: int
+    in_capsule_bytes: int = 0
+
+
+_ADMIN_QUEUE = QueueShape(0, ADMIN_QUEUE_SIZE)
+
+
 class Transport(Protocol[Target]):
     """How queue pairs are connected. `lost(problem)` is called once, unless closed before."""
 
@@ -75,14 +87,11 @@ class Transport(Protocol[Target]):
         self,
         nursery: trio.Nursery,
         address: Target,
-        queue_size: int,
-        in_capsule_bytes: int | None,
+        shape: QueueShape,
         deliver: Callable[[Completion], None],
         lost: Callable[[str], None],
     ) -> Connection:
-        """Open a connection served by tasks in the nursery. `in_capsule_bytes` is None for the admin queue.
-        Raises OSError or RemoteProtocolError.
-        """
+        """Open a connection served by tasks in the nursery. Raises OSError or RemoteProtocolError."""
         ...
 
 
@@ -199,7 +208,7 @@ class Association(Generic[Address]):
 
     async def _connect(self, nursery: trio.Nursery) -> None:
         self._admin = await self._transport.connect(
-            nursery, self.address, ADMIN_QUEUE_SIZE, None, self._deliver, self.drop
+            nursery, self.address, _ADMIN_QUEUE, self._deliver, self.drop
         )
         self.stage = "bringing up the controller"
         controller = self.controller = await self._converse(bring_up(self._login))
@@ -210,12 +219,10 @@ class Association(Generic[Address]):
             await self._connect_io(nursery, queue_id, controller)
 
     async def _connect_io(self, nursery: trio.Nursery, queue_id: int, controller: Controller) -> None:
-        size = controller.queue_size
-        connection = await self._transport.connect(
-            nursery, self.address, size, controller.identity.in_capsule_bytes, self._deliver, self.drop
-        )
+        shape = QueueShape(queue_id, controller.queue_size, controller.identity.in_capsule_bytes)
+        connection = await self._transport.connect(nursery, self.address, shape, self._deliver, self.drop)
         self.io.append(connection)
-        completion = await _ask(connection, self._login.connect(queue_id, size, controller.id))
+        completion = await _ask(connection, self._login.connect(queue_id, shape.size, controller.id))
         if not completion.status.is_good:
             raise RemoteProtocolError("nvme_refused", f"connect of queue {queue_id}: {completion.status}")
 
@@ -320,9 +327,7 @@ async def converse_alone(
             nursery.cancel_scope.cancel()
 
         try:
-            connection = await transport.connect(
-                nursery, address, ADMIN_QUEUE_SIZE, None, _deliver_answer, lost
-            )
+            connection = await transport.connect(nursery, address, _ADMIN_QUEUE, _deliver_answer, lost)
             try:
                 results.append(await converse(connection, conversation))
             finally:

@@ -21,7 +21,7 @@ from dataclasses import replace
 import trio
 
 from dpurt.bdev.nvme import NvmeBdev, Pacing
-from dpurt.bdev.nvme_association import converse_alone
+from dpurt.bdev.nvme_association import QueueShape, converse_alone
 from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
 from dpurt.wire import nvme
 from dpurt.wire.nvme_controller import Login, discover
@@ -33,6 +33,7 @@ __all__ = ["NvmeTcpBdev", "TcpAddress"]
 TcpAddress = tuple[str, int]
 
 _BYTES_PER_TURN = 8 << 20  # received or sent before the other tasks get their turn
+_TURNS_BEFORE_WAIT = 2  # in the middle of data: its rest often comes sooner than epoll could be asked
 _MIN_QUEUE, _MAX_QUEUE = 2, 1024
 _MAX_QUEUES = 64
 
@@ -96,14 +97,20 @@ class _Connection:
 
     async def _read(self) -> None:
         budget = _BYTES_PER_TURN
+        turns = _TURNS_BEFORE_WAIT
         while self._is_open:
             windows = self._core.windows()
             try:
                 count = _receive(self._sock, windows)
             except BlockingIOError:
-                await trio.lowlevel.wait_readable(self._sock)
+                if turns and self._core.is_in_data:
+                    turns -= 1
+                    await trio.lowlevel.checkpoint()
+                else:
+                    await trio.lowlevel.wait_readable(self._sock)
                 budget = _BYTES_PER_TURN
                 continue
+            turns = _TURNS_BEFORE_WAIT
             if not count:
                 raise ConnectionResetError(errno.ECONNRESET, "closed by the target")
             self._hand_out(self._core.received(count))
@@ -168,15 +175,14 @@ class _TcpTransport:
         self,
         nursery: trio.Nursery,
         address: TcpAddress,
-        queue_size: int,
-        in_capsule_bytes: int | None,
+        shape: QueueShape,
         deliver: Callable[[Completion], None],
         lost: Callable[[str], None],
     ) -> _Connection:
         sock = await _connect(address)
         core = TcpQueue(
-            queue_size,
-            in_capsule_bytes=ADMIN_IN_CAPSULE_BYTES if in_capsule_bytes is None else in_capsule_bytes,
+            shape.size,
+            in_capsule_bytes=shape.in_capsule_bytes if shape.queue_id else ADMIN_IN_CAPSULE_BYTES,
             header_digest=self._header_digest,
             data_digest=self._data_digest,
         )
@@ -258,11 +264,11 @@ class NvmeTcpBdev(NvmeBdev[TcpAddress]):
             keep_alive_ms=round(keep_alive_s * 1000),
             sq_flow_control=sq_flow_control,
         )
+        targets = [(host, port) for host, port in addresses]
         pace = pacing or Pacing()
         transport = _TcpTransport(header_digest, data_digest)
         if discovery:
-            addresses = await _discover(addresses, transport, login, pace, name or subnqn)
-        targets = [(host, int(port)) for host, port in addresses]
+            targets = await _discover(targets, transport, login, pace, name or subnqn)
         bdev = cls(targets, transport, login, nsid=nsid, name=name, pacing=pace)
         await bdev._start()
         return bdev
@@ -278,6 +284,9 @@ def _check_parameters(
 ) -> None:
     if not addresses:
         raise ConfigError("$.bdev.addresses", "name at least one (host, port)")
+    for address in addresses:
+        if not _is_address(address):
+            raise ConfigError("$.bdev.addresses", f"expected (host, port), got {address!r}")
     for where, nqn in (("subnqn", subnqn), ("hostnqn", hostnqn)):
         if nqn is not None and not nvme.is_nqn(nqn):
             raise ConfigError(f"$.bdev.{where}", f"{nqn!r} is no NVMe qualified name")
@@ -287,6 +296,13 @@ def _check_parameters(
         raise ConfigError("$.bdev.queue_size", f"expected {_MIN_QUEUE} to {_MAX_QUEUE}, got {queue_size}")
     if keep_alive_s < 0:
         raise ConfigError("$.bdev.keep_alive_s", f"expected 0 or more, got {keep_alive_s}")
+
+
+def _is_address(address: object) -> bool:
+    match address:
+        case (str() as host, int() as port):
+            return bool(host) and 0 < port < 65536
+    return False
 
 
 async def _discover(

@@ -5,7 +5,7 @@ Each conversation is a generator: it yields a `Command` to send on the admin que
 ``"nvme_refused"`` where the controller says no and ``"nvme_data"`` where its answers make no sense. Whoever
 drives it owns the connection and the deadline:
 
-    connect admin -> CAP, VS -> CC.EN -> CSTS.RDY -> identify -> features -> namespace, ANA -> connect I/O queues
+    connect admin -> CAP -> CC.EN -> CSTS.RDY -> identify -> features -> namespace, ANA -> connect I/O queues
 """
 
 from __future__ import annotations

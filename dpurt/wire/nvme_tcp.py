@@ -202,6 +202,11 @@ class TcpQueue:
             windows.append(memoryview(self._header)[self._have : self._need])
         return windows
 
+    @property
+    def is_in_data(self) -> bool:
+        """In the middle of a data PDU: its next bytes are on their way."""
+        return bool(self._body)
+
     def received(self, count: int) -> list[Completion]:
         """`count` > 0 bytes were put into the windows. Raises RemoteProtocolError."""
         while count and self._body:
