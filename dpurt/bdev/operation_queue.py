@@ -160,10 +160,6 @@ class OperationQueue:
         """Refuse new operations from now on."""
         self._is_closed = True
 
-    def update_info(self, info: BdevInfo) -> None:
-        """The device has changed, e.g. its size."""
-        self._info = info
-
     def abandon(self, launched: Iterable[Operation]) -> None:
         """Give up what waits and these that the device has, now, as if their deadlines had passed: the device
         will not answer.

@@ -240,11 +240,11 @@ class VhostUserBdev:
                 "config", f"block size went from {self.info.block_size} to {config.block_size}"
             )
         if config.size_bytes != self.info.size_bytes:
-            self._update_info(replace(self.info, size_bytes=config.size_bytes))
+            self._replace_info(replace(self.info, size_bytes=config.size_bytes))
 
-    def _update_info(self, info: BdevInfo) -> None:
+    def _replace_info(self, info: BdevInfo) -> None:
         self.info = info
-        self._queue.update_info(info)
+        self._queue.replace_info(info)
 
     # --- memory ---
 
@@ -260,7 +260,7 @@ class VhostUserBdev:
             await self._give_while_dry(session, memory)
         else:
             count = int(self.info.detail.get("copied_memory", "0")) + 1
-            self._update_info(replace(self.info, detail={**self.info.detail, "copied_memory": str(count)}))
+            self._replace_info(replace(self.info, detail={**self.info.detail, "copied_memory": str(count)}))
 
     async def _give_while_dry(self, session: Session[_Request], memory: DeviceMemory) -> None:
         """Hold back requests until the device has none, then give the memory."""
