@@ -34,6 +34,7 @@ from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
+from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.eviction import make_policy
@@ -331,7 +332,9 @@ class Node:
                 "write_failures": self.storage.write_failures, "rebuilt": self.rebuilt,
             },
             "bdevs": {
-                bdev.info.name: {"kind": bdev.info.kind, "io": plain(bdev.stats), "store": plain(store.stats())}
+                bdev.info.name: {
+                    "kind": bdev.info.kind, "io": plain(bdev.stats), "store": plain(store.stats()), **spdk_stats(bdev),
+                }
                 for bdev, store in zip(self.bdevs, self.store.stores, strict=True)
             },
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
@@ -371,6 +374,18 @@ class Node:
 def totals(row: Totals) -> dict[str, object]:
     """A row of the ledger, with what it amounts to."""
     return {**asdict(row), "accuracy": row.accuracy, "coverage": row.coverage}
+
+
+def spdk_stats(bdev: Bdev) -> dict[str, object]:
+    """What its SPDK target says of a bdev, if it has one."""
+    if not isinstance(bdev, SpdkBdev):
+        return {}
+    return {
+        "spdk": {
+            "reconciled": bdev.reconciled, "trouble": bdev.trouble,
+            "drives": {name: plain(health) for name, health in bdev.health.items()},
+        }
+    }  # fmt: skip
 
 
 def has_content(path: Path) -> bool:

@@ -196,6 +196,7 @@ class NvmeBdev(Generic[Address]):
 
     def state_changed(self, association: Association[Address]) -> None:
         """An association came up, or its namespace or access changed."""
+        was_away = self._joined.is_set() and self._is_gone()
         problem = self._adopt(association)
         if problem is not None:
             association.drop(problem)
@@ -203,6 +204,7 @@ class NvmeBdev(Generic[Address]):
         if association not in self._associations:
             self._associations.append(association)
             self._joined.set()
+        self.stats.reconnects += was_away and not self._is_gone()
         self._choose_lanes()
 
     def _adopt(self, association: Association[Address]) -> str | None:
@@ -269,6 +271,7 @@ class NvmeBdev(Generic[Address]):
         self._pump()
 
     def _is_gone(self) -> bool:
+        """On no path is there a namespace, or there is no path."""
         return all(association.namespace is None for association in self._associations)
 
     def _why_down(self) -> str:

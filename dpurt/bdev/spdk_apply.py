@@ -32,8 +32,12 @@ from dpurt.bdev.spdk_state import (
 )
 from dpurt.errors import ConfigError, DpurtError, RpcError
 
-__all__ = ["ProfileRefused", "apply", "load_keys", "load_profile", "look", "read_state"]
+__all__ = [
+    "PROFILES", "ProfileRefused", "apply", "find_profile", "load_keys", "load_profile", "look", "read_state",
+    "ready_profiles",
+]  # fmt: skip
 
+PROFILES = Path(__file__).parent.parent / "spdk"
 MAX_PROFILE_BYTES = 1 << 20
 MAX_KEY_BYTES = 4096
 
@@ -46,6 +50,19 @@ class ProfileRefused(DpurtError):
     def __init__(self, refused: list[str]) -> None:
         super().__init__("the profile cannot be applied without loss: " + "; ".join(refused))
         self.refused = refused
+
+
+def ready_profiles() -> list[str]:
+    """Names of the profiles in the package."""
+    return sorted(path.stem for path in PROFILES.glob("*.json"))
+
+
+def find_profile(name: str | Path) -> Path:
+    """The file of a ready profile's name, or of a path. ConfigError if there is none."""
+    path = PROFILES / f"{name}.json" if str(name) in ready_profiles() else Path(name)
+    if not path.is_file():
+        raise ConfigError(str(name), f"no such profile; ready ones: {', '.join(ready_profiles())}")
+    return path
 
 
 def load_profile(path: Path, settings: Mapping[str, str]) -> Profile:

@@ -57,6 +57,7 @@ class ShownHost(TypedDict):
 
 class ShownNamespace(TypedDict):
     bdev_name: NotRequired[str]
+    nsid: NotRequired[int]
 
 
 class ShownAddress(TypedDict):

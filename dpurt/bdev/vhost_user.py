@@ -66,13 +66,12 @@ class _Request:
 
 
 class VhostUserBdev:
-    """See `Bdev`. Make one with `await VhostUserBdev.open(...)`. `reconnects` counts the sessions after the first."""
+    """See `Bdev`. Make one with `await VhostUserBdev.open(...)`. `stats.reconnects` counts the sessions after the first."""
 
     def __init__(
         self, info: BdevInfo, session: Session[_Request], wishes: SessionWishes, close_s: float
     ) -> None:
         self.info = info
-        self.reconnects = 0
         self._wishes = wishes
         self._close_s = close_s
         self._queue = OperationQueue(info, self._launch)
@@ -230,7 +229,7 @@ class VhostUserBdev:
                 await trio.sleep(_LAST_RETRY_S)
                 continue
             self._session = session
-            self.reconnects += 1
+            self.stats.reconnects += 1
             self._take_config(session.config)
 
     def _take_config(self, config: BlkConfig) -> None:

@@ -15,7 +15,15 @@ from pathlib import Path
 
 import trio
 
-from dpurt.bdev.spdk_apply import ProfileRefused, apply, load_keys, load_profile, look
+from dpurt.bdev.spdk_apply import (
+    ProfileRefused,
+    apply,
+    find_profile,
+    load_keys,
+    load_profile,
+    look,
+    ready_profiles,
+)  # fmt: skip
 from dpurt.bdev.spdk_plan import Call, Plan, plan
 from dpurt.bdev.spdk_process import Lack, OwnTarget, TargetFailed, has_huge_pages, lacks, start_target
 from dpurt.bdev.spdk_profile import KeyMaterial, Profile
@@ -26,7 +34,6 @@ from dpurt.config.schema import NodeConfig
 from dpurt.errors import ConfigError, TargetUnavailable
 from dpurt.json_output import add_json_argument, write_json
 
-PROFILES = Path(__file__).parent.parent / "spdk"
 BUDGET_S = 60.0
 PROBE_S = 3.0
 STOP_S = 15.0
@@ -69,11 +76,6 @@ def run(args: argparse.Namespace) -> int:
     return int(trio.run(args.action, args))
 
 
-def ready_profiles() -> list[str]:
-    """Names that `up` takes beside paths."""
-    return sorted(path.stem for path in PROFILES.glob("*.json"))
-
-
 # --- up ---
 
 
@@ -97,10 +99,7 @@ async def _up(args: argparse.Namespace) -> int:
 
 
 def _wanted(name: str, settings: Sequence[str]) -> _Wanted:
-    path = PROFILES / f"{name}.json" if name in ready_profiles() else Path(name)
-    if not path.is_file():
-        raise ConfigError(name, f"no such profile; ready ones: {', '.join(ready_profiles())}")
-    profile = load_profile(path, _settings(settings))
+    profile = load_profile(find_profile(name), _settings(settings))
     return _Wanted(profile, load_keys(profile, Path.cwd()))
 
 

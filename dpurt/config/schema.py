@@ -308,7 +308,7 @@ class SpdkBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="spdk"):
     def open_params(self, config: Config) -> dict[str, object]:
         return {
             "rpc": config.node.run_path / self.rpc, "bdev": self.bdev, "path": self.path, "name": self.name,
-            "profile": None if self.profile is None else Path(self.profile), "settings": self.set,
+            "profile": self.profile, "settings": self.set,
             "qos": {} if self.qos is None else msgspec.structs.asdict(self.qos),
         }  # fmt: skip
 

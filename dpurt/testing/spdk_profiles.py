@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dpurt.bdev.spdk_apply import load_keys, load_profile
+from dpurt.bdev.spdk_apply import PROFILES, load_keys, load_profile
 from dpurt.bdev.spdk_profile import KeyMaterial, Profile
-from dpurt.commands.spdk import PROFILES
 
 __all__ = ["KEY", "KEY2", "key_file", "on_disk"]
 

@@ -12,12 +12,11 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpurt.bdev.spdk_apply import ProfileRefused, apply, load_keys, look
+from dpurt.bdev.spdk_apply import PROFILES, ProfileRefused, apply, load_keys, look, ready_profiles
 from dpurt.bdev.spdk_plan import Call, plan
 from dpurt.bdev.spdk_profile import KeyMaterial, Profile, parse_profile
 from dpurt.bdev.spdk_rpc import open_spdk_rpc
 from dpurt.bdev.spdk_state import TargetState
-from dpurt.commands.spdk import PROFILES, ready_profiles
 from dpurt.errors import ConfigError, RpcError
 from dpurt.testing.fake_spdk.rpc_server import FakeRpcServer
 from dpurt.testing.fake_spdk.state import FakeTarget

@@ -361,7 +361,7 @@ async def test_a_lie_in_the_used_ring_costs_the_session_and_frees_no_buffer(
             target.lie = lie
             with contextlib.suppress(BdevError):
                 await bdev.read_into(4096, [region.view[4096:8192]], soon(0.2))
-            await until(lambda: bdev.reconnects == 1)
+            await until(lambda: bdev.stats.reconnects == 1)
         assert isinstance(ends[0], BdevTimeout), "the liar lives, so the buffer is not free"
         assert bdev.stats.abandoned >= 1
         target.release()  # even now its word is not believed
@@ -416,7 +416,7 @@ async def test_noise_on_a_live_connection_costs_the_session_only(
         for nth in range(1, 6):
             await good_again(bdev)
             target.say(b"\xff" * 12 + rng.randbytes(20), unasked_on_backend_channel=is_backend_channel)
-            await until(lambda nth=nth: bdev.reconnects == nth)  # type: ignore[misc]
+            await until(lambda nth=nth: bdev.stats.reconnects == nth)  # type: ignore[misc]
         assert await good_again(bdev) == target.image[:4096]
 
 
@@ -433,7 +433,7 @@ async def test_a_connection_lost_with_a_living_back_end_frees_a_buffer_only_when
             nursery.start_soon(bdev.read_into, 0, [hung], soon())
             await until(lambda: target.num_held == 1)
             target.drop()
-            await until(lambda: bdev.reconnects == 1)
+            await until(lambda: bdev.stats.reconnects == 1)
             assert bdev.stats.in_flight == 1
             target.release()
         assert hung == target.image[:4096], "the old ring showed that it was read after all"
@@ -458,7 +458,7 @@ async def test_while_the_back_end_is_down_operations_fail_at_once(socket_path: P
         assert len(errors) == 2000
     with FakeVhostTarget(socket_path, SIZE):
         await good_again(bdev)
-        assert bdev.reconnects == 1
+        assert bdev.stats.reconnects == 1
         await bdev.aclose()
 
 
@@ -599,7 +599,7 @@ async def test_qemu_finishes_into_the_old_ring_what_it_had_when_the_connection_w
             bdev._session.lose(ConnectionResetError("by the test"))
         assert region.view == (tmp_path / "disk").read_bytes()[: 1 << 20]
         await good_again(bdev)
-        assert bdev.reconnects == 1
+        assert bdev.stats.reconnects == 1
 
 
 async def test_qemu_stopped_deadlines_hold_and_it_goes_on_afterwards(

@@ -189,7 +189,7 @@ async def test_spdk_killed_in_flight_ends_operations_and_serves_again(
     assert {error.status for error in errors} == {"unavailable"}
     await spdk.start()
     with trio.fail_after(10):
-        while bdev.reconnects == 0:  # noqa: ASYNC110  # a task inside of the bdev
+        while bdev.stats.reconnects == 0:  # noqa: ASYNC110  # a task inside of the bdev
             await trio.sleep(0.01)
     region.view[:] = data = random.Random(2).randbytes(region.size)
     await bdev.write_from(0, [region.view], soon())
