@@ -1,7 +1,8 @@
 # setup   make .venv and install dpurt into it, only when that is stale
-# demo    see it work on this machine: make demo ARGS="--help"
+# demo    see it work on this machine: make demo ARGS="--help"; make demo BDEV=vhost-user
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
 # test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
+# test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
 # lint    ruff and mypy
 # bench   all benchmarks, with their peers installed: make bench ARGS="--quick"
 #
@@ -11,8 +12,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+BDEV ?= file
 
-.PHONY: setup demo test test-vm lint bench clean
+.PHONY: setup demo test test-vm test-spdk lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -22,13 +24,17 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/dpurt demo $(ARGS)
+	$(BIN)/dpurt demo --bdev $(BDEV) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 test-vm: setup
 	tests/vm/run $(ARGS)
+
+test-spdk: setup
+	test -x "$(DPURT_SPDK_TGT)" || { echo "DPURT_SPDK_TGT must name an spdk_tgt"; exit 2; }
+	DPURT_SPDK_TGT="$(abspath $(DPURT_SPDK_TGT))" $(BIN)/python -m pytest -m spdk $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,8 +13,9 @@ never half there.
 Holds. Every operation holds its segment, and one that timed out goes on holding it until the device has
 answered, so a late write never lands in a segment that was given to others.
 
-All methods belong to one Trio thread and may run concurrently. `append` and `read` are shielded from
-cancellation, since the device uses the caller's buffers; the deadline bounds them. After a `BdevTimeout` the
+All methods belong to one Trio thread and may run concurrently. `append` is shielded from cancellation and the
+caller of `read` shields it (there is one scope a worker then, not one a read), since the device uses the caller's
+buffers; the deadline bounds them. After a `BdevTimeout` the
 caller quarantines the buffers until `settled()`. What is hot, which blocks are orphans and what a miss means
 is left to the index; whose turn it is, to the caller.
 """
@@ -23,10 +24,10 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 
 import trio
 
@@ -35,7 +36,7 @@ from dpurt.agents.segment_scan import Rebuilt, SegmentScan
 from dpurt.bdev import Bdev
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.core import superblock as sb
-from dpurt.core.record import RecordError, RecordHeader, RecordLayout, bad_parts, stamp, unpack_header
+from dpurt.core.record import RecordError, RecordLayout, stamp, verify_record
 from dpurt.core.segment_log import (
     HEADER_BLOCK,
     METADATA_BYTES,
@@ -48,7 +49,7 @@ from dpurt.core.segment_log import (
 from dpurt.core.superblock import Superblock
 from dpurt.errors import BdevError, BdevTimeout, ConfigError, DpurtError, LocalProtocolError
 
-__all__ = ["BlockStore", "Reclaim", "StoreFull", "StoreStats"]
+__all__ = ["BlockStore", "Reclaim", "StoreFull", "StoreLost", "StoreStats"]
 
 _BLANK_CHECK_BYTES = (
     1 << 20
@@ -69,12 +70,21 @@ class StoreFull(DpurtError):
         self.room = room
 
 
+class StoreLost(DpurtError):
+    """The device was lost and came back without this store on it: everything it held is gone. Nothing was written."""
+
+    def __init__(self, bdev: str) -> None:
+        super().__init__(f"bdev {bdev} came back without the store it had")
+        self.bdev = bdev
+
+
 @dataclass(frozen=True, slots=True)
 class Reclaim:
     """A segment about to be reused. The caller drops or re-appends what lives at `offsets`, then calls
     `finish_reclaim`.
 
-    `reappend_bytes` is how much may be re-appended within the write amplification budget.
+    `reappend_bytes` is how much may be re-appended within the write amplification budget; `number` is of the store
+    among others (see `dpurt.agents.flash`).
     """
 
     segment: int
@@ -82,6 +92,8 @@ class Reclaim:
     record_bytes: int
     offsets: tuple[int, ...]
     reappend_bytes: int
+    store: bytes
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +130,7 @@ class _Writing:
     runs: int = 0
     is_full: bool = False
     is_headless: bool = False  # writing the header failed
+    header_failure: str = "io_error"  # and the status of those who waited for it
     has_failed: bool = False  # any write failed: it must not be sealed
 
 
@@ -131,27 +144,6 @@ class _Run:
     writing: _Writing
     images: list[memoryview]
     length: int
-
-
-class _GivingBack:
-    """See `BlockStore._giving_back`. A class, since every read passes through one."""
-
-    __slots__ = ("_segment", "_store")
-
-    def __init__(self, store: BlockStore, segment: int) -> None:
-        self._store = store
-        self._segment = segment
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, BdevTimeout):
-            self._store._unhold_when_settled(self._segment, error)
-        else:
-            self._store._log.unhold(self._segment)
 
 
 class BlockStore:
@@ -177,6 +169,11 @@ class BlockStore:
         self._counters = _Counters()
         self._superblock_lock = trio.Lock()
         self._is_rebuilt = False
+        self._reconnects = bdev.stats.reconnects  # when the store was last seen on the device
+        self._recognising = trio.Lock()
+        self._appending = 0
+        self._drained = trio.lowlevel.ParkingLot()
+        self.is_lost = False
 
     @classmethod
     async def open(
@@ -253,9 +250,27 @@ class BlockStore:
         """Write packed record images; their offsets. All or nothing. Stamps the images' headers.
 
         `group` is the placement group (like lifetime and tenant together). Raises StoreFull, BdevError,
-        BdevTimeout.
+        BdevTimeout, StoreLost.
         """
         self._check_ready()
+        if self.is_lost or self._bdev.stats.reconnects != self._reconnects:
+            await self._recognise()
+        self._appending += 1
+        try:
+            return await self._append(layout, images, deadline, group, is_reappend)
+        finally:
+            self._appending -= 1
+            if not self._appending and self._drained:
+                self._drained.unpark_all()
+
+    async def _append(
+        self,
+        layout: RecordLayout,
+        images: Sequence[memoryview],
+        deadline: float,
+        group: int,
+        is_reappend: bool,
+    ) -> list[int]:
         room = self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
         if room < len(images):
             raise StoreFull(len(images), room)
@@ -284,22 +299,22 @@ class BlockStore:
         shard: int,
         deadline: float,
         parts_mask: int | None = None,
-    ) -> RecordHeader:
+    ) -> None:
         """Read a record, or its header and some parts, into a record image, and verify what was read.
 
-        Raises RecordError when it is not the block wanted or its bytes are not those stored (then nothing in
-        `image` may be used), BdevError, or BdevTimeout (then `image` is in use until `settled()`).
+        Not to be cancelled: the caller shields it. Raises RecordError when it is not the block wanted or its bytes
+        are not those stored (then nothing in `image` may be used), BdevError, or BdevTimeout (then `image` is in use
+        until `settled()`).
         """
         self._check_ready()
         mask = layout.all_parts if parts_mask is None else parts_mask
         try:
-            header = await self._read_verified(layout, offset, image, mask, deadline)
-            self._check_wanted(header, key, shard)
+            sequence = await self._read(layout, offset, image, mask, deadline)
+            verify_record(image, layout, mask, self._tag, sequence, key, shard, self._clock())
         except RecordError as error:
             self._counters.refused[error.reason] += 1
             raise
         self._counters.reads += 1
-        return header
 
     def forget(self, offset: int) -> bool:
         """The record is not wanted any more; False if it was not live. Its segment is free once all of it is
@@ -328,17 +343,64 @@ class BlockStore:
         self._log.close(segment)
         self._writing.pop(segment, None)
         offsets = tuple(self._log.live_offsets(segment))
-        return Reclaim(segment, header.fingerprint, header.record_bytes, offsets, self._log.reappend_budget())
+        return Reclaim(
+            segment, header.fingerprint, header.record_bytes, offsets, self._log.reappend_budget(), self._tag
+        )
 
     def finish_reclaim(self, reclaim: Reclaim) -> int:
         """Forget what still lives in the segment and free it (once reads under way end). The number
         forgotten.
         """
+        if reclaim.store != self._tag:
+            return 0  # it went with its store
         forgotten = self._log.reclaim(reclaim.segment)
         self._log.unhold(reclaim.segment)
         return forgotten
 
     # --- the store as a whole ---
+
+    @property
+    def bdev_name(self) -> str:
+        """The device's name."""
+        return self._bdev.info.name
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._log.segment_bytes
+
+    async def start_over(self) -> None:
+        """After `StoreLost`: make a new store on the blank device, with the old one's epochs. Raises ConfigError when it
+        is not blank, BdevError.
+        """
+        assert self.is_lost, "a store that is there is not thrown away"
+        while self._appending:  # to the device that is gone: they fail, each by its deadline
+            await self._drained.park()
+        found = await _find_superblock(self._bdev, self._deadline_s, may_overwrite=False)
+        if found is not None:
+            raise ConfigError("$.store", f"bdev {self.bdev_name} holds another store now: {found.store}")
+        old = self._superblock
+        fresh = Superblock(
+            store=secrets.token_hex(16),
+            segment_bytes=old.segment_bytes,
+            incarnation=old.incarnation,
+            epochs=old.epochs,
+        )
+        await self._write_superblock(fresh)
+        self._log = _make_log(fresh, self._log.capacity_bytes)
+        self._tag = fresh.store_tag
+        self._writing.clear()
+        self.is_lost = False
+
+    async def _recognise(self) -> None:
+        """The device was away: is this store still on it?"""
+        async with self._recognising:
+            reconnects = self._bdev.stats.reconnects
+            if not self.is_lost and reconnects != self._reconnects:
+                found = await _read_superblock(self._bdev, self._deadline_s)
+                self.is_lost = found is None or found.store != self._superblock.store
+                self._reconnects = reconnects
+        if self.is_lost:
+            raise StoreLost(self.bdev_name)
 
     @property
     def epochs(self) -> Mapping[str, int]:
@@ -458,12 +520,15 @@ class BlockStore:
             await writing.has_header.wait()
             if writing.is_headless:
                 why = "the header of its segment could not be written"
-                raise BdevError(self._bdev.info.name, "write", run.offset, run.length, "io_error", why)
+                status = writing.header_failure
+                raise BdevError(self._bdev.info.name, "write", run.offset, run.length, status, why)
             return
         try:
             await self._write_segment_block(run.segment, run.opens, deadline)
-        except BdevError:
+        except BdevError as error:
             writing.is_headless = True
+            if error.status == "unavailable":
+                writing.header_failure = error.status
             self._log.close(run.segment)
             raise
         finally:
@@ -516,58 +581,63 @@ class BlockStore:
 
     # --- inside: reading ---
 
-    async def _read_verified(
+    async def _read(
         self, layout: RecordLayout, offset: int, image: memoryview, mask: int, deadline: float
-    ) -> RecordHeader:
-        if not self._log.is_live(offset):
+    ) -> int:
+        """Fill the image; the sequence number of the segment it came from."""
+        log = self._log  # the one that has the hold: `start_over` makes another
+        held = log.hold_live(offset)
+        if held is None:
             raise RecordError("stale", f"no live record at {offset}")
-        segment = self._log.segment_of(offset)
-        use = self._log.header_of(segment)
-        assert use is not None, "a segment with live records is in use"
-        self._log.hold(segment)
-        with self._giving_back(segment), trio.CancelScope(shield=True):
-            await self._read_extents(layout.extents(mask), offset, image, deadline)
-        header = unpack_header(image, layout)
-        if (header.store, header.sequence) != (self._tag, use.sequence):
-            raise RecordError("stale", f"sequence {header.sequence}, the segment has {use.sequence}")
-        if bad := bad_parts(layout, image, header, mask):
-            raise RecordError("checksum", f"parts {bad:#x} at {offset}")
-        return header
+        segment, sequence = held
+        try:
+            if mask == layout.all_parts:
+                await self._bdev.read_into(offset, (image,), deadline)
+                self._counters.bytes_read += layout.record_bytes
+            else:
+                await self._read_extents(layout.extents(mask), offset, image, deadline)
+        except BdevTimeout as timeout:
+            _unhold_when_settled(log, segment, timeout)
+            raise
+        except BaseException:
+            log.unhold(segment)
+            raise
+        log.unhold(segment)
+        return sequence
 
     async def _read_extents(
         self, extents: Sequence[tuple[int, int]], offset: int, image: memoryview, deadline: float
     ) -> None:
-        if len(extents) == 1:
-            [(start, stop)] = extents
-            await self._bdev.read_into(offset + start, [image[start:stop]], deadline)
-        else:
-            reads = [
-                partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
-                for start, stop in extents
-            ]
-            raise_as_one(await run_batch(reads))
+        reads = [
+            partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
+            for start, stop in extents
+        ]
+        raise_as_one(await run_batch(reads))
         self._counters.bytes_read += sum(stop - start for start, stop in extents)
-
-    def _check_wanted(self, header: RecordHeader, key: bytes, shard: int) -> None:
-        if header.key != key:
-            raise RecordError("key", f"found {header.key.hex()}, wanted {key.hex()}")
-        if header.shard != shard:
-            raise RecordError("shard", f"found {header.shard}, wanted {shard}")
-        if 0 < header.expires_at <= self._clock():
-            raise RecordError("expired")
 
     # --- inside: holds ---
 
-    def _giving_back(self, segment: int) -> _GivingBack:
+    @contextmanager
+    def _giving_back(self, segment: int) -> Iterator[None]:
         """Give a hold back at the end or, where the device may still be at it, once it has settled."""
-        return _GivingBack(self, segment)
+        log = self._log  # the one that has the hold: `start_over` makes another
+        try:
+            yield
+        except BdevTimeout as timeout:
+            _unhold_when_settled(log, segment, timeout)
+            raise
+        except BaseException:
+            log.unhold(segment)
+            raise
+        log.unhold(segment)
 
-    def _unhold_when_settled(self, segment: int, timeout: BdevTimeout) -> None:
-        async def settle() -> None:
-            await timeout.settled()
-            self._log.unhold(segment)
 
-        trio.lowlevel.spawn_system_task(settle)
+def _unhold_when_settled(log: SegmentLog, segment: int, timeout: BdevTimeout) -> None:
+    async def settle() -> None:
+        await timeout.settled()
+        log.unhold(segment)
+
+    trio.lowlevel.spawn_system_task(settle)
 
 
 def _continues(run: _Run, placement: Placement, record_bytes: int) -> bool:

@@ -84,6 +84,7 @@ class GatewayAgent(Actor[None]):
         self.errors: dict[str, int] = {}
         self.messages = 0
         self.denied = 0  # connections with a key that is not in the topology
+        self._after_reply: list[tuple[Session, Scope, NDArray[np.int32]]] = []  # arrivals not told on yet
         self._refusal_log = RefusalLog()
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
@@ -164,6 +165,8 @@ class GatewayAgent(Actor[None]):
             return
         if reply is not None and request.id:
             self._send(routing_id, reply)
+        while self._after_reply:
+            self._note_arrival(*self._after_reply.pop())
 
     def _dispatch(
         self, routing_id: bytes, key: str | None, session: Session | None, request: m.AnyRequest
@@ -245,10 +248,10 @@ class GatewayAgent(Actor[None]):
     ) -> None:  # fmt: skip
         scope = self.hosts.open_scope(session, request, state, tokens, digests, shard)
         scope.handles = state.index.handles(ids)
-        self._note_arrival(session, scope, ids)
+        self._after_reply.append((session, scope, ids))
 
     def _note_arrival(self, session: Session, scope: Scope, ids: NDArray[np.int32]) -> None:
-        """The chain was used, and will be again in a moment."""
+        """The chain was used, and will be again in a moment. Told on after the answer has left: nobody waits for it."""
         if session.scopes.get(scope.request) is not scope:
             return  # the host did not take the answer, and is gone
         state = scope.state

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import crc32c
 import numpy as np
@@ -32,6 +32,8 @@ from .storage import StorageAgent, WriteJob
 
 log = structlog.get_logger()
 OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
+WAIT_SHARE = 0.8  # of a commit's time, for the device
+SMALL_BYTES = 64 << 10  # of a payload: copied without ado
 RESERVATION_S = 30.0
 DIRTY_SHARE = 0.5
 ALIGN = 4096
@@ -65,7 +67,7 @@ class Reserved:
     transfers: int = 0
     is_committing: bool = False  # the commit gives it back
     given_back: bool = False
-    over: trio.Event = field(default_factory=trio.Event)
+    over: trio.Event | None = None  # once somebody waits
 
     @property
     def is_over(self) -> bool:
@@ -178,8 +180,11 @@ class Intake:
 
         `tokens` of the whole prompt, from its start, where they are known.
         """
+        expires = trio.current_time() + RESERVATION_S
         return [
-            self._reserve_one(session, owner, state, chain[i], chain[i + 1], first + i, shard, tokens)
+            self._reserve_one(
+                session, owner, state, chain[i], chain[i + 1], first + i, shard, tokens, expires
+            )
             for i in range(len(chain) - 1)
         ]
 
@@ -193,6 +198,7 @@ class Intake:
         position: int,
         shard: int,
         tokens: bytes | None,
+        expires: float,
     ) -> m.Reservation:
         if self._index.has_shard(state, key, shard):
             return m.Reservation(status="exists")
@@ -203,7 +209,7 @@ class Intake:
             return m.Reservation(status="no_room")
         reserved = Reserved(
             next(self._numbers), session, owner, state, shard, key, parent, position, inbound.free.pop(),
-            trio.current_time() + RESERVATION_S, tokens,
+            expires, tokens,
         )  # fmt: skip
         self._reserved[reserved.number] = self._reserving[state.number, key, shard] = reserved
         return m.Reservation(
@@ -216,7 +222,8 @@ class Intake:
             return
         reserved.given_back = True
         del self._reserving[reserved.state.number, reserved.key, reserved.shard]
-        reserved.over.set()
+        if reserved.over is not None:
+            reserved.over.set()
         if not reserved.transfers:
             self._free_cell(reserved)
 
@@ -287,8 +294,9 @@ class Intake:
             try:
                 await self._copy_and_check(arrivals)
             finally:
+                now = trio.current_time()
                 for arrival in arrivals:
-                    statuses[arrival.position] = self._admit(arrival)
+                    statuses[arrival.position] = self._admit(arrival, now)
 
     def _claim(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[_Written]:
         """The reservations that stand. From now on they are this commit's, and nobody else gives them back."""
@@ -318,12 +326,17 @@ class Intake:
         """Another commit may be about to bring the parent."""
         other = self._reserving.get((reserved.state.number, reserved.parent, reserved.shard))
         if other is not None and all(other is not one.reserved for one in written):
+            if other.over is None:
+                other.over = trio.Event()
             with trio.move_on_at(deadline):
                 await other.over.wait()
 
     async def _wait_for_device(self, state: SpaceState, count: int, deadline: float) -> None:
-        """Back-pressure: too much is waiting to be written. Goes on at the deadline all the same, with what room there is."""
-        with trio.move_on_at(deadline):
+        """Back-pressure: too much is waiting to be written. Goes on before the deadline all the same, with what room there is:
+        the host should have its answer by then.
+        """
+        now = trio.current_time()
+        with trio.move_on_at(now + WAIT_SHARE * (deadline - now)):
             while self._clean_room(state) < count and self.dirty.get(state.slab.number, 0):
                 await self._cleaner.park()
 
@@ -394,9 +407,12 @@ class Intake:
         if inbound is None:
             return False
         at = reserved.cell * inbound.cell_bytes
-        payload = reserved.state.slab.image(arrival.slot)[layout.header_bytes :][: layout.payload_bytes]
-        target = np.frombuffer(payload, np.uint8)
-        np.copyto(target, np.frombuffer(inbound.region.view[at : at + layout.payload_bytes], np.uint8))
+        payload = layout.payload(reserved.state.slab.image(arrival.slot))
+        source = inbound.region.view[at : at + layout.payload_bytes]
+        if layout.payload_bytes < SMALL_BYTES:
+            payload[:] = source
+        else:  # without the interpreter's lock, and slow to begin
+            np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(source, np.uint8))
         return all(
             crc32c.crc32c(payload[start:stop]) == crc
             for start, stop, crc in zip(
@@ -404,30 +420,32 @@ class Intake:
             )
         )
 
-    def _admit(self, arrival: _Arrival) -> str:
+    def _admit(self, arrival: _Arrival, now: float) -> str:
         """The bytes are here and checked (or not): make the block visible, or nothing of it."""
         reserved, state = arrival.reserved, arrival.reserved.state
-        pool, now = state.slab.pool, trio.current_time()
+        pool = state.slab.pool
         if state.retired or not (arrival.is_good and state.may_place(arrival.block_id, reserved.shard)):
             pool.fill_failed(arrival.slot, state.layout.all_parts)
-            self.dirty[state.slab.number] -= 1
-            self._cleaner.unpark_all()
+            self._cleaned(state)
             return "stale_epoch" if state.retired else "orphan" if arrival.is_good else "checksum"
-        self._write_header(arrival)
-        pool.fill_done(arrival.slot, state.layout.all_parts, now)
-        pool.pin(arrival.slot)
+        self._write_header(arrival, now)
+        pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=True)
         self._index.place(state, arrival.block_id, reserved.shard, arrival.slot, now)
         self._storage.write(WriteJob(state, arrival.ref, arrival.slot, self._written))
         return "stored"
 
-    def _write_header(self, arrival: _Arrival) -> None:
+    def _cleaned(self, state: SpaceState) -> None:
+        self.dirty[state.slab.number] -= 1
+        if self._cleaner:
+            self._cleaner.unpark_all()
+
+    def _write_header(self, arrival: _Arrival, now: float) -> None:
         reserved, state = arrival.reserved, arrival.reserved.state
         step = state.space.geometry.block_token_bytes
         at = reserved.position * step
-        now = self._wall(trio.current_time())  # the index keeps the TTL, which runs from the last use
         header = RecordHeader(
             key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
-            stored_at=now,
+            stored_at=self._wall(now),  # the index keeps the TTL, which runs from the last use
             part_crcs=array("I", arrival.crcs), tokens=reserved.tokens[at : at + step] if reserved.tokens else b"",
             position=reserved.position,
         )  # fmt: skip
@@ -436,8 +454,7 @@ class Intake:
     def _written(self, job: WriteJob, extent: int | None) -> None:
         """The device has the record (or never will)."""
         state = job.state
-        self.dirty[state.slab.number] -= 1
-        self._cleaner.unpark_all()
+        self._cleaned(state)
         state.slab.pool.unpin(job.slot)
         handle, shard = state.unref(job.ref)
         block_id = state.block_id(handle)

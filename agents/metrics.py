@@ -52,7 +52,7 @@ GROWING: dict[str, frozenset[str]] = {
     "hosts": frozenset(),
     "gateway": frozenset({"sessions", "scopes"}),
     "intake": frozenset({"reserved", "dirty"}),
-    "bdev": frozenset({"in_flight", "abandoned"}),
+    "io": frozenset({"in_flight", "abandoned"}),
     "fabrics": frozenset({"links"}),
     "agents": frozenset(),
     "drops": frozenset(),

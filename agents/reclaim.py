@@ -15,6 +15,7 @@ import trio
 from numpy.typing import NDArray
 
 from dpurt.agents.block_store import Reclaim, StoreFull
+from dpurt.agents.flash import SPAN
 from dpurt.core.segment_log import METADATA_BYTES
 from dpurt.errors import BdevError
 
@@ -43,13 +44,10 @@ class _Found:
 class Reclaimer:
     """Frees segments."""
 
-    def __init__(
-        self, index: IndexAgent, staging: StagingAgent, storage: StorageAgent, segment_bytes: int
-    ) -> None:
+    def __init__(self, index: IndexAgent, staging: StagingAgent, storage: StorageAgent) -> None:
         self._index = index
         self._staging = staging
         self._storage = storage
-        self._segment_bytes = segment_bytes
         self.dropped = 0
         self.carried = 0
 
@@ -63,7 +61,7 @@ class Reclaimer:
             for found in self._find(np.array(reclaim.offsets, np.int64)):
                 await self._carry_on(found, reclaim)
             for found in self._find(np.array(reclaim.offsets, np.int64)):
-                self._let_go(found)
+                self._let_go(found, "reclaimed", "its segment on flash was reused: the byte cap is reached")
         finally:
             self._storage.store.finish_reclaim(reclaim)
 
@@ -79,21 +77,29 @@ class Reclaimer:
         """The records at these offsets, by space. One pass over the tables' extents, no map kept."""
         if not len(offsets):
             return []
-        wanted = np.unique((offsets - METADATA_BYTES) // self._segment_bytes)
+        base = int(offsets[0]) // SPAN * SPAN + METADATA_BYTES  # of the store all of them are in
+        segment_bytes = self._storage.store.segment_bytes_at(base)
+        wanted = np.unique((offsets - base) // segment_bytes)
         is_wanted = np.zeros(int(wanted[-1]) + 2, bool)
         is_wanted[wanted] = True
         found = []
         for state in self._index.by_number.values():  # retired epochs too, while they are being swept
             table = state.index.table
             extents = table.where[: table.high_water, table.first_extent :]
-            segments = np.clip((extents - METADATA_BYTES) // self._segment_bytes, -1, len(is_wanted) - 1)
+            segments = np.clip((extents - base) // segment_bytes, -1, len(is_wanted) - 1)
             ids, shards = np.nonzero(is_wanted[segments] & (extents >= 0))
-            places = extents[ids, shards]
-            exact = np.isin(places, offsets)
+            exact = np.isin(extents[ids, shards], offsets)
             if exact.any():
-                ids, shards = ids[exact], shards[exact]
-                found.append(_Found(state, ids, shards, places[exact], table.last_use[ids]))
+                found.append(_found(state, ids[exact], shards[exact]))
         return found
+
+    def lose(self, first: int, stop: int) -> None:
+        """The store with these extents is gone: so is what it alone held, with its descendants."""
+        for state in list(self._index.by_number.values()):
+            table = state.index.table
+            extents = table.where[: table.high_water, table.first_extent :]
+            ids, shards = np.nonzero((extents >= first) & (extents < stop))
+            self._let_go(_found(state, ids, shards), "device_lost", "its bdev came back without its store")
 
     async def _carry_on(self, found: _Found, reclaim: Reclaim) -> None:
         """Append the hottest blocks again, while the budget lasts."""
@@ -131,7 +137,7 @@ class Reclaimer:
         else:
             self._storage.store.forget(place)
 
-    def _let_go(self, found: _Found) -> None:
+    def _let_go(self, found: _Found, reason: str, detail: str) -> None:
         now = trio.current_time()
         state = found.state
         if state.retired:  # so that the sweep does not forget what is put there next
@@ -147,6 +153,9 @@ class Reclaimer:
                 state.index.clear_extent(block_id, shard)
                 continue
             self.dropped += 1
-            self._index.drop(
-                state, block_id, "reclaimed", now, "its segment on flash was reused: the byte cap is reached"
-            )
+            self._index.drop(state, block_id, reason, now, detail)
+
+
+def _found(state: SpaceState, ids: NDArray[np.int64], shards: NDArray[np.int64]) -> _Found:
+    table = state.index.table
+    return _Found(state, ids, shards, table.where[ids, table.first_extent + shards], table.last_use[ids])

@@ -362,7 +362,9 @@ class StagingAgent(Actor[None]):
         """One of those who waited for a flight: a lease, a reason, or another flight for parts this one did not bring."""
         state, gather = flight.state, waiting.gather
         if status != "ok":
-            reported = {"stale": "miss", "expired": "miss", "cancelled": "late"}.get(status, status)
+            reported = {"stale": "miss", "expired": "miss", "down": "error", "cancelled": "late"}.get(
+                status, status
+            )
             gather.settle(waiting.position, Acquired(reported, reason=f"read: {status}"))
             return
         if state.slab.pool.ready_parts(flight.ref) & waiting.mask == waiting.mask:

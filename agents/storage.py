@@ -1,9 +1,12 @@
-"""The storage agent: owns the block store on the bdev and decides what the device does next.
+"""The storage agent: owns the flash tier and decides what its devices do next.
 
 Workers, as many as the device's queue is deep, take jobs in this order: demand reads, writes, prefetch reads; writes and
 prefetch may never hold all workers, so a demand read waits for one operation at most. A read a request starts to wait for is
 *promoted* from the prefetch queue. Jobs are not cancelled with their requester once started; they end by completion or by
 their deadline, and say so through `done`.
+
+A worker that reads is shielded, since the device uses the slot of the job in hand: a cancelled agent tells its workers to
+end after that job, which its deadline bounds. (One scope for a worker's life: one for each read cost a tenth of the read.)
 
 Restart: queues and store are kept; a job in hand at the crash ends as ``error``.
 """
@@ -17,7 +20,8 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from dpurt.agents.block_store import BlockStore, StoreFull
+from dpurt.agents.block_store import StoreFull
+from dpurt.agents.flash import RETRY_S, FlashTier
 from dpurt.core.record import RecordError
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
@@ -34,7 +38,8 @@ _STATUS = {"key": "stale", "shard": "stale", "stale": "stale", "expired": "expir
 class ReadJob:
     """Fill parts of a slot's image from the record at `extent`. `done(job, status, settled)` is called exactly once.
 
-    `status`: ``ok`` | ``checksum`` | ``stale`` | ``error`` | ``late`` (deadline) | ``cancelled``. With ``late`` the device
+    `status`: ``ok`` | ``checksum`` | ``stale`` | ``error`` | ``down`` (the device does not answer, but may again) | ``late``
+    (deadline) | ``cancelled``. With ``late`` the device
     may still write the slot until ``await settled()`` returns.
     """
 
@@ -60,6 +65,7 @@ class WriteJob:
     ref: int
     slot: int
     done: Callable[[WriteJob, int | None], None]
+    timed_out: bool = False
 
 
 class StorageAgent(Actor[None]):
@@ -67,7 +73,7 @@ class StorageAgent(Actor[None]):
 
     name = "storage"
 
-    def __init__(self, store: BlockStore, *, workers: int, deadline_s: float) -> None:
+    def __init__(self, store: FlashTier, *, workers: int, deadline_s: float) -> None:
         super().__init__(1)
         self.store = store
         self.deadline_s = deadline_s
@@ -81,6 +87,7 @@ class StorageAgent(Actor[None]):
         self._reading = 0
         self._reclaiming = trio.Lock()
         self._rate = FIRST_RATE
+        self._is_ending = False
         self.reclaim: Callable[[], Awaitable[None]] | None = None
         self.reclaims = 0
         self.read_status: dict[str, int] = {}
@@ -115,9 +122,10 @@ class StorageAgent(Actor[None]):
         return True
 
     def write(self, job: WriteJob) -> None:
-        """Queue a write."""
+        """Queue a write. Those queued in one go share workers, `WRITE_BATCH` a worker."""
         self._writes.append(job)
-        self._wake_worker()
+        if len(self._writes) % WRITE_BATCH == 1:
+            self._wake_worker()
 
     def _wake_worker(self) -> None:
         if self._idle:
@@ -137,13 +145,26 @@ class StorageAgent(Actor[None]):
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         self._reading = self._writing = self._prefetching = 0
+        self._is_ending = False
         async with trio.open_nursery() as nursery:
             for _ in range(self._workers):
                 nursery.start_soon(self._work)
             task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._end_workers()
+
+    def _end_workers(self) -> None:
+        self._is_ending = True
+        self._idle.unpark_all()
 
     async def _work(self) -> None:
-        while True:
+        with trio.CancelScope(shield=True) as scope:
+            await self._work_shielded(scope)
+
+    async def _work_shielded(self, scope: trio.CancelScope) -> None:
+        while not self._is_ending:
             if (read := self._next_read(self._demand)) is not None:
                 self._reading += 1
                 try:
@@ -151,7 +172,11 @@ class StorageAgent(Actor[None]):
                 finally:
                     self._reading -= 1
             elif self._writes and self._writing < max(1, self._workers // 2):
+                scope.shield = (
+                    False  # a write waits for a reclaim, perhaps; the store shields the device's part
+                )
                 await self._write_some()
+                scope.shield = True
             elif (
                 self._prefetching < self._workers - 2
                 and (read := self._next_read(self._prefetch)) is not None
@@ -176,7 +201,7 @@ class StorageAgent(Actor[None]):
         status, settled = "error", None
         began = trio.current_time()
         try:
-            await self.store.read(  # which shields itself from cancellation
+            await self.store.read(
                 job.state.layout, job.extent, job.state.slab.image(job.slot),
                 key=job.key, shard=job.shard, parts_mask=job.parts_mask,
                 deadline=min(job.deadline, began + self.deadline_s),  # a host's patience is no device's excuse
@@ -189,7 +214,10 @@ class StorageAgent(Actor[None]):
         except BdevTimeout as error:
             status, settled = "late", error.settled
         except BdevError as error:
-            log.warning("read_failed", extent=job.extent, detail=str(error))
+            if error.status == "unavailable":
+                status = "down"
+            else:
+                log.warning("read_failed", extent=job.extent, detail=str(error))
         finally:
             self._finish(job, status, settled)
 
@@ -206,18 +234,40 @@ class StorageAgent(Actor[None]):
         while self._writes and len(batch) < most and self._writes[0].state is batch[0].state:
             batch.append(self._writes.popleft())
         self._writing += 1
+        try:
+            await self._write(batch)
+        finally:
+            self._writing -= 1
+
+    async def _write(self, batch: Sequence[WriteJob]) -> None:
         offsets: Sequence[int | None] = [None] * len(batch)
         try:
             offsets = await self._append(batch)
         except BdevError as error:
-            self.write_failures += len(batch)
-            log.warning("write_failed", blocks=len(batch), detail=str(error))
-            if isinstance(error, BdevTimeout):
-                await error.settled()  # the device may still read the slots
+            if await self._may_try_again(batch, error):
+                self._writes.extendleft(reversed(batch))
+                batch = ()
+            else:
+                self.write_failures += len(batch)
+                log.warning("write_failed", blocks=len(batch), detail=str(error))
         finally:
-            self._writing -= 1
-            for job, offset in zip(batch, offsets, strict=True):
+            for job, offset in zip(batch, offsets, strict=False):
                 job.done(job, offset)
+
+    async def _may_try_again(self, batch: Sequence[WriteJob], error: BdevError) -> bool:
+        """Wait until the device is done with the slots, or worth another try. A device that is away may be so for as long
+        as it likes: dirty slots are kept, stores wait for room. A device that is slow gets one more try.
+        """
+        if error.status == "unavailable":
+            await trio.sleep(RETRY_S)
+            return True
+        if not isinstance(error, BdevTimeout):
+            return False
+        await error.settled()  # the device may still read the slots
+        is_first = not any(job.timed_out for job in batch)
+        for job in batch:
+            job.timed_out = True
+        return is_first
 
     async def _append(self, batch: Sequence[WriteJob]) -> Sequence[int]:
         layout = batch[0].state.layout

@@ -70,6 +70,8 @@ def _conditions(pairs: int) -> dict[str, object]:
         "pairs": pairs,
         "processes": "node and host apart, one machine",
         "region_bytes": REGION_BYTES,
+        "memory": f"memfds of {MemfdRegion(0, 'probe', REGION_BYTES).pages}, both sides, peers too",
+        "load": os.getloadavg()[0],
     }
 
 
@@ -85,7 +87,7 @@ def _version(distribution: str) -> str:
 
 async def _measure_shm(address: dict[str, str | int], pairs: int) -> list[Figure]:
     endpoint = await connect("shm", address, SESSION, TOKEN, trio.current_time() + 10)
-    local = MemfdRegion(2, "bench local", REGION_BYTES, huge_pages=False)
+    local = MemfdRegion(2, "bench local", REGION_BYTES)
     source = endpoint.view(REGION_ID, 0, REGION_BYTES)
     assert source is not None
     figures: list[Figure] = []
@@ -144,7 +146,7 @@ class _Peer:
 
 async def _measure_tcp(address: dict[str, str | int], peer: _Peer | None, pairs: int) -> list[Figure]:
     endpoint = await connect("tcp", address, SESSION, TOKEN, trio.current_time() + 10)
-    local = MemfdRegion(2, "bench local", REGION_BYTES, huge_pages=False)
+    local = MemfdRegion(2, "bench local", REGION_BYTES)
     figures = []
     for size, count in TCP_SHAPES:
         for name, work in _pulls(endpoint, _pieces(local, size, count)):
@@ -262,7 +264,7 @@ class _AllowAll:
 
 async def _serve(kind: str, directory: str) -> None:
     """What the node process does."""
-    region = MemfdRegion(REGION_ID, "bench", REGION_BYTES, huge_pages=False)
+    region = MemfdRegion(REGION_ID, "bench", REGION_BYTES)
     region.view[:] = os.urandom(1 << 20) * (REGION_BYTES >> 20)
     access = _AllowAll()
     fabric: Fabric = TcpFabric(access) if kind == "tcp" else ShmFabric(access, Path(directory, "fabric"))
@@ -280,7 +282,7 @@ class _Mooncake:
 
         self.engine = TransferEngine()
         _succeed(self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
-        self._region = MemfdRegion(1, "mooncake", REGION_BYTES, huge_pages=False)
+        self._region = MemfdRegion(1, "mooncake", REGION_BYTES)
         self._region.view[:] = os.urandom(1 << 20) * (REGION_BYTES >> 20)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._region.view))
         _succeed(self.engine.register_memory(self.address, REGION_BYTES))

@@ -100,7 +100,7 @@ def _conditions(rig: _Rig) -> dict[str, object]:
         "load": os.getloadavg()[0],
         "file_bytes": FILE_BYTES,
         "pairs": rig.pairs,
-        "arena": _pages(rig.region),
+        "arena": f"memfd of {rig.region.pages}",
         "readers": f"depth + {WAITING}, of which depth in the device",
     }
     if rig.fio is None:
@@ -110,13 +110,6 @@ def _conditions(rig: _Rig) -> dict[str, object]:
             [rig.fio, "--version"], capture_output=True, text=True
         ).stdout.strip()
     return conditions
-
-
-def _pages(region: MemfdRegion) -> str:
-    if region.has_huge_pages:
-        return "memfd of huge pages"
-    refused = region.collapse_refused
-    return "memfd of transparent huge pages" if refused is None else f"memfd of small pages: {refused}"
 
 
 async def _figures(rig: _Rig, bdev: FileBdev, shape: _Shape, engine: str | None) -> list[Figure]:

@@ -34,6 +34,7 @@ COMMANDS = {
     "epoch": ("dpurt.commands.epoch", "make all blocks of old weights unreachable"),
     "bench": ("dpurt.commands.bench", "measure dpurt beside its peers"),
     "doctor": ("dpurt.commands.doctor", "what this machine can do, what is off, and why"),
+    "spdk": ("dpurt.commands.spdk", "bring an SPDK target up, look at it, stop it"),
     "check": ("dpurt.commands.check", "check a topology"),
     "keys": ("dpurt.commands.keys", "make CURVE keys and tenant salts"),
 }

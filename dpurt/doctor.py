@@ -17,6 +17,7 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,18 @@ from typing import Literal
 import crc32c
 import zmq
 
-from dpurt.config import Config, FileBdevConfig, HostConfig
+from dpurt.config import (
+    BdevConfig,
+    Config,
+    FileBdevConfig,
+    HostConfig,
+    MemoryBdevConfig,
+    ModelledBdevConfig,
+    NvmeTcpBdevConfig,
+    SpdkBdevConfig,
+    VhostUserBdevConfig,
+    rules,
+)  # fmt: skip
 from dpurt.config.schema import names_device
 from dpurt.errors import ConfigError
 
@@ -38,6 +50,7 @@ PACKAGES = ("trio", "pyzmq", "msgspec", "numpy", "crc32c", "structlog", "prometh
 WANTED_FILES = 4096
 NEAR_LIMIT = 0.8
 PAGE = 4096
+PROBE_S = 2.0
 IO_URING_SETUP = 425  # the same number on every architecture
 GIB = 1 << 30
 
@@ -294,8 +307,38 @@ def _disks(config: Config) -> Iterator[Finding]:
                 yield _device(name, path, capacity)
             else:
                 yield from _disk(name, path, capacity, config.node.run_path)
-        else:
+        elif isinstance(bdev, (MemoryBdevConfig, ModelledBdevConfig)):
             yield Finding(name, "ok", f"{capacity / GIB:.2f} GiB of memory")
+        else:
+            yield from _remote(name, bdev, config)
+
+
+def _remote(name: str, bdev: BdevConfig, config: Config) -> Iterator[Finding]:
+    """Is there anybody where the device should be? Connecting tells; a socket file alone does not."""
+    if isinstance(bdev, NvmeTcpBdevConfig):
+        for host, port in (rules.split_address(address, "addresses") for address in bdev.addresses):
+            yield _answering(f"{name} at {host}:{port}", (host, port))
+    elif isinstance(bdev, VhostUserBdevConfig):
+        path = config.node.run_path / bdev.path
+        yield _answering(f"{name} at {path}", path)
+    elif isinstance(bdev, SpdkBdevConfig):
+        path = config.node.run_path / bdev.rpc
+        yield _answering(f"{name}: SPDK target at {path}", path)
+
+
+def _answering(what: str, address: tuple[str, int] | Path) -> Finding:
+    try:
+        if isinstance(address, tuple):
+            socket.create_connection(address, PROBE_S).close()
+        else:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(PROBE_S)
+                probe.connect(str(address))
+    except OSError as error:
+        return Finding(
+            what, "warn", f"nobody takes connections there: {error}", "start the target: dpurt spdk up"
+        )
+    return Finding(what, "ok", "takes connections")
 
 
 def _device(name: str, path: Path, capacity: int) -> Finding:

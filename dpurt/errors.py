@@ -6,7 +6,8 @@ closed, broken or busy we raise Trio's own errors. Each class here carries field
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -106,6 +107,84 @@ class BdevTimeout(BdevError):
     ) -> None:
         super().__init__(bdev, op, offset, length, "timed_out")
         self.settled = settled
+
+
+class TargetUnavailable(DpurtError):
+    """No SPDK target answers at this socket: it is down, unreachable, or went away with our call in flight (which it
+    may or may not have carried out).
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"SPDK target at {path} unavailable: {why}")
+        self.path = path
+        self.why = why
+
+
+class RpcError(DpurtError):
+    """A JSON-RPC call was answered with an error.
+
+    `code` is a negative errno or one of JSON-RPC's own; `name` is its name either way, ``""`` if it has none.
+    Secrets are removed from `params` and `message` for good, as both end up in logs.
+    """
+
+    def __init__(self, method: str, code: int, message: str, params: object = None) -> None:
+        self.method = method
+        self.code = code
+        self.name = _JSON_RPC_CODES.get(code) or errno.errorcode.get(-code, "")
+        self.params = without_secrets(params)
+        self.message = message
+        for secret in secrets_in(params):
+            self.message = self.message.replace(secret, HIDDEN)
+        shown = f"{code} {self.name}".strip()
+        super().__init__(f"{method} failed: {self.message} ({shown}); parameters: {self.params}")
+
+
+HIDDEN = "<secret>"
+_SECRET_PARAMS = {
+    "key",
+    "key2",
+    "psk",
+    "password",
+    "secret",
+    "dhchap_key",
+    "dhchap_ctrlr_key",
+    "hex_key",
+    "hex_key2",
+}
+_JSON_RPC_CODES = {
+    -32700: "parse error",
+    -32600: "invalid request",
+    -32601: "no such method",
+    -32602: "invalid parameters",
+    -32603: "internal error",
+}
+
+
+def without_secrets(params: object) -> object:
+    """A copy of a call's parameters (or result) fit to be shown."""
+    if isinstance(params, Mapping):
+        return {
+            name: HIDDEN if _is_secret(name) and value is not None else without_secrets(value)
+            for name, value in params.items()
+        }
+    return [without_secrets(item) for item in params] if isinstance(params, list | tuple) else params
+
+
+def secrets_in(params: object) -> Iterator[str]:
+    """The secret texts in a call's parameters, so that they can be cut out of other texts."""
+    if isinstance(params, Mapping):
+        for name, value in params.items():
+            if _is_secret(name) and isinstance(value, str) and value:
+                yield value
+            yield from secrets_in(value)
+    elif isinstance(params, list | tuple):
+        for item in params:
+            yield from secrets_in(item)
+
+
+def _is_secret(name: object) -> bool:
+    word = str(name).lower()
+    return word in _SECRET_PARAMS or word.endswith(("password", "_psk", "_secret"))
 
 
 class FabricError(DpurtError):

@@ -20,6 +20,7 @@ import trio
 
 from dpurt.agents.block_store import BlockStore
 from dpurt.agents.fabric import Access, FabricAgent
+from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
 from dpurt.agents.index import IndexAgent
 from dpurt.agents.intake import Intake
@@ -33,7 +34,7 @@ from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
-from dpurt.config import Config, FileBdevConfig
+from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.eviction import make_policy
 from dpurt.core.ledger import Ledger, Totals
@@ -79,14 +80,11 @@ class Node:
         """Serve until `stop`. `task_status.started(endpoint)` once hosts may come. Raises ConfigError, BdevError."""
         self._wall_offset = time.time() - trio.current_time()
         self.config.node.make_run_dir()
-        self.bdev = bdev = await self._open_bdev()
+        self.bdevs: list[Bdev] = []
         try:
-            self.store = await self._open_store(bdev)
-            self._build(bdev)
-            for region in self.regions:
-                await bdev.add_memory(
-                    DeviceMemory(region.fd, region.address, region.size), trio.current_time() + GIVE_S
-                )
+            self.store = FlashTier([await self._open_store(spec) for spec in self.config.bdev])
+            self._build()
+            await self._give_memory()
             await self._rebuild()
             try:
                 await self._serve(task_status)
@@ -95,7 +93,8 @@ class Node:
             await self.store.aclose()
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + DRAIN_S):
-                await bdev.aclose()
+                for bdev in self.bdevs:
+                    await bdev.aclose()
             for region in self.regions:
                 region.close()
 
@@ -132,8 +131,7 @@ class Node:
 
     # --- building ---
 
-    async def _open_bdev(self) -> Bdev:
-        spec = self.config.bdev[0]
+    async def _open_bdev(self, spec: BdevConfig) -> Bdev:
         params = spec.open_params(self.config)
         if isinstance(spec, FileBdevConfig) and not self._may_format:
             path = spec.full_path(self.config)
@@ -142,18 +140,28 @@ class Node:
                     await BlockStore.survey(found, deadline_s=spec.deadline_s)
         return await open_bdev(spec.kind, **params)
 
-    async def _open_store(self, bdev: Bdev) -> BlockStore:
-        spec = self.config.bdev[0]
+    async def _open_store(self, spec: BdevConfig) -> BlockStore:
+        bdev = await self._open_bdev(spec)
+        self.bdevs.append(bdev)
         return await BlockStore.open(
             bdev, capacity_bytes=min(spec.capacity(self.config), bdev.info.size_bytes),  # free space changes
             segment_bytes=int(spec.segment_bytes), clock=time.time, deadline_s=spec.deadline_s,
             format=self._may_format,
         )  # fmt: skip
 
-    def _build(self, bdev: Bdev) -> None:
-        config, spec = self.config, self.config.bdev[0]
+    async def _give_memory(self) -> None:
+        """Let devices that can move bytes to and from the arena by themselves do so."""
+        for bdev in self.bdevs:
+            for region in self.regions:
+                memory = DeviceMemory(region.fd, region.address, region.size)
+                await bdev.add_memory(memory, trio.current_time() + GIVE_S)
+
+    def _build(self) -> None:
+        config = self.config
         self.index = IndexAgent()
-        self.storage = StorageAgent(self.store, workers=spec.queue_depth, deadline_s=spec.deadline_s)
+        self.storage = StorageAgent(
+            self.store, workers=self._queue_depth, deadline_s=max(spec.deadline_s for spec in config.bdev)
+        )
         self.staging = StagingAgent(self.index, self.storage)
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
@@ -165,8 +173,9 @@ class Node:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
         self.staging.observe = self.prefetch.observe
         self.staging.housekeeping.append(self.intake.expire)
-        self.reclaimer = Reclaimer(self.index, self.staging, self.storage, int(spec.segment_bytes))
+        self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
+        self.store.on_lost = self.reclaimer.lose
         self.gateway = GatewayAgent(
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
             self.prefetch.observe, self.stats,
@@ -219,6 +228,11 @@ class Node:
         self.index.add(state)
         return state
 
+    @property
+    def _queue_depth(self) -> int:
+        """Of all bdevs together."""
+        return sum(spec.queue_depth for spec in self.config.bdev)
+
     def _prefetch_core(self) -> PrefetchCore | None:
         prefetch = self.config.prefetch
         if not prefetch.enabled:
@@ -227,7 +241,7 @@ class Node:
         budget = Budget(
             bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
             staging_bytes=int(staging * prefetch.staging_fraction),
-            queue_depth=max(1, self.config.bdev[0].queue_depth - 2),
+            queue_depth=max(1, self._queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
         predictors = [make_predictor(name, prefetch.lookahead_blocks) for name in prefetch.predictors]
@@ -314,8 +328,11 @@ class Node:
             },
             "storage": {
                 "reads": dict(self.storage.read_status), "backlog": self.storage.backlog,
-                "write_failures": self.storage.write_failures, "store": plain(self.store.stats()),
-                "bdev": plain(self.bdev.stats), "rebuilt": self.rebuilt,
+                "write_failures": self.storage.write_failures, "rebuilt": self.rebuilt,
+            },
+            "bdevs": {
+                bdev.info.name: {"kind": bdev.info.kind, "io": plain(bdev.stats), "store": plain(store.stats())}
+                for bdev, store in zip(self.bdevs, self.store.stores, strict=True)
             },
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "prefetch": self._prefetch_stats(),

@@ -43,8 +43,9 @@ async def test_hits_add_up_per_host_and_tier(tmp_path: Path) -> None:
         assert one["bytes_loaded"] == 6 * PAYLOAD
         assert (one["stored"], one["bytes_stored"]) == (4, 4 * PAYLOAD)
         assert stats["intake"]["stored"] == 4
-        assert stats["storage"]["store"]["appends"] == 4
-        assert stats["storage"]["store"]["bytes_read"] == 2 * RECORD
+        [bdev] = stats["bdevs"].values()
+        assert bdev["store"]["appends"] == 4
+        assert bdev["store"]["bytes_read"] == 2 * RECORD
         assert stats["storage"]["reads"] == {"ok": 2}
         pool = stats["spaces"]["s"]["staging"]
         assert pool["total"] == sum(

@@ -60,6 +60,9 @@ class BdevStats:
     errors: int = 0
     timeouts: int = 0
     in_flight: int = 0
+    reconnects: int = (
+        0  # times the device, or the way to it, was lost and found again: it may be another's now
+    )
     abandoned: int = 0  # timed out or cancelled, and the device has not answered yet
 
 

@@ -14,6 +14,7 @@ from dpurt.bdev.file import FileBdev
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
 from dpurt.bdev.nvme_tcp import NvmeTcpBdev
+from dpurt.bdev.vhost_user import VhostUserBdev
 from dpurt.errors import ConfigError
 
 __all__ = ["open_bdev"]
@@ -23,6 +24,7 @@ _KINDS: dict[str, Callable[..., Bdev | Awaitable[Bdev]]] = {
     "memory": MemoryBdev,
     "modelled": ModelledBdev,
     "nvme-tcp": NvmeTcpBdev.open,
+    "vhost-user": VhostUserBdev.open,
 }
 
 

@@ -25,7 +25,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
@@ -160,6 +160,13 @@ class OperationQueue:
         """Refuse new operations from now on."""
         self._is_closed = True
 
+    def abandon(self, launched: Iterable[Operation]) -> None:
+        """Give up what waits and these that the device has, now, as if their deadlines had passed: the device
+        will not answer.
+        """
+        for operation in (*self._waiting, *launched):
+            self._wake_and_give_up(operation)
+
     def failure(self, operation: Operation, status: str, detail: str = "") -> BdevError:
         """The error to answer `operation` with."""
         return BdevError(self._info.name, operation.kind, operation.offset, operation.length, status, detail)
@@ -235,11 +242,14 @@ class OperationQueue:
         now = trio.current_time()
         while self._due and (self._due[0][0] <= now or self._due[0][2].is_answered):
             operation = heapq.heappop(self._due)[2]
-            if operation.asker is not None:
-                trio.lowlevel.reschedule(operation.asker)
-                self._give_up(operation)
+            self._wake_and_give_up(operation)
             if self._expired is not None and operation.is_launched and not operation.is_answered:
                 self._expired(operation)
+
+    def _wake_and_give_up(self, operation: Operation) -> None:
+        if operation.asker is not None:
+            trio.lowlevel.reschedule(operation.asker)
+            self._give_up(operation)
 
     # counters
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from dpurt.config.reading import parse_size
 from dpurt.demo import report
+from dpurt.demo.back_end import check_installed
 from dpurt.demo.plan import TRACE_BLOCK_BYTES, Plan, make_plan
-from dpurt.demo.run import Outcome, play
+from dpurt.demo.run import Outcome, Way, play
 from dpurt.doctor import memory_bytes
 from dpurt.errors import ConfigError
 from dpurt.json_output import add_json_argument, check_writable, write_json
@@ -24,6 +25,7 @@ from dpurt.progress import Progress
 from dpurt.replay.trace import read_mooncake
 
 TRACE = "mooncake_conversation_1600.jsonl.gz"
+DEVICES = {"file": "a file", "vhost-user": "a vhost-user-blk device (qemu-storage-daemon)"}
 SPARE_BYTES = 2 << 30
 MEMORY_SHARE = 0.8
 
@@ -47,8 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", choices=["dpurt", "none"], default="dpurt", help="prefetch, or demand reads only"
     )
     parser.add_argument(
-        "--crash", action="store_true", help="kill -9 the node in the middle and start it again"
-    )
+        "--bdev", choices=["file", "vhost-user"], default="file",
+        help="a file of the node's own, or one that a qemu-storage-daemon shows over vhost-user-blk (default file)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--crash", nargs="?", const="node", choices=["node", "bdev"],
+        help="kill -9 the node (or, with --bdev vhost-user, the device's process) in the middle and start it again",
+    )  # fmt: skip
     parser.add_argument(
         "--trace", type=Path, help="another Mooncake JSONL trace (default: the one in the package)"
     )
@@ -62,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Play, show, judge: 1 when a byte was wrong, a host could not be served, or figures do not add up."""
     _check_files(args)
+    _check_device(args)
     plan = _plan(args)
     quiet = args.json == "-"
     if not quiet:
@@ -107,10 +115,21 @@ def _check_files(args: argparse.Namespace) -> None:
         check_writable(Path(args.json))
 
 
+def _check_device(args: argparse.Namespace) -> None:
+    if args.bdev == "vhost-user":
+        check_installed()
+    elif args.crash == "bdev":
+        raise ConfigError(
+            "--crash", "bdev can be killed with --bdev vhost-user only: the file is the node's own"
+        )
+
+
 def is_good(outcome: Outcome) -> bool:
     """No wrong byte, and the books balance. With a crash, requests may have found no node."""
     wrong = sum(h.wrong_bytes + h.checksum_errors for h in outcome.hosts)
-    lost = 0 if outcome.crash else sum(h.unreachable for h in outcome.hosts)
+    lost = (
+        0 if outcome.crash and outcome.crash.victim == "node" else sum(h.unreachable for h in outcome.hosts)
+    )
     return not wrong and not lost and not outcome.exit_code and report.ledger_adds_up(outcome.stats)
 
 
@@ -155,7 +174,7 @@ def _intro(plan: Plan, args: argparse.Namespace) -> str:
         share += ", the least there is"
     prefetch = "no prefetch" if args.policy == "none" else "with prefetch (--policy none shows it without)"
     return (
-        f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on a file\n"
+        f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on {DEVICES[args.bdev]}\n"
         f"  scales: time x{plan.speed:g} ({plan.span_s:.0f} s), bytes 1/{scales['bytes_scale']} "
         f"({plan.block_bytes >> 10} KiB for a 512-token block; the 70B model has {TRACE_BLOCK_BYTES >> 20} MiB);\n"
         f"  the trace has block ids only, so tokens and KV bytes are synthetic; there is no GPU\n"
@@ -179,6 +198,6 @@ def _play_all(plan: Plan, args: argparse.Namespace, work: Path, quiet: bool) -> 
 def _play_one(plan: Plan, args: argparse.Namespace, work: Path, kind: str) -> Outcome:
     with Progress(f"{kind} fabric", 1000) as progress:
         return play(
-            plan, kind, work / kind, args.policy, crash=args.crash,
+            plan, Way(kind, args.bdev, args.policy, args.crash), work / kind,
             progress=lambda done: progress.update(int(done * 1000)),
         )  # fmt: skip

@@ -14,13 +14,13 @@ import tomllib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import inspect
 
 from dpurt.config import rules
-from dpurt.config.schema import Config
+from dpurt.config.schema import AnyBdevConfig, Config
 from dpurt.errors import ConfigError
 
 TOPOLOGIES = Path(__file__).parent.parent / "topology"
@@ -189,6 +189,6 @@ def _keys_at(where: str, tree: object) -> list[str]:
 
 def _choices_at(where: str, tree: object) -> str:
     if where.endswith(".kind"):
-        return "file, memory, modelled"
+        return ", ".join(str(bdev.__struct_config__.tag) for bdev in get_args(AnyBdevConfig))
     kind = _type_at(where, tree)
     return ", ".join(map(repr, kind.values)) if isinstance(kind, inspect.LiteralType) else ""

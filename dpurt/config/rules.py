@@ -55,6 +55,18 @@ def check_endpoint(endpoint: str, where: str, schemes: Sequence[str]) -> None:
         )
 
 
+def split_address(address: str, where: str) -> tuple[str, int]:
+    """(host, port) of ``host:port`` or ``[v6]:port``. ValueError if it is neither."""
+    url = urlsplit(f"//{address}")
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or url.path or url.username:
+        raise ValueError(f"{where}: expected host:port, as in 192.0.2.1:4420, got {address!r}")
+    return host, port
+
+
 def is_local(endpoint: str) -> bool:
     """Whether only this machine can reach an endpoint. A host name other than localhost could be anything:
     no.
@@ -217,8 +229,6 @@ def warnings(config: Config) -> Iterator[str]:
     yield from _weak_secrets(config)
     yield from _odd_reach(config)
     yield from _odd_parts(config)
-    if len(config.bdev) > 1:
-        yield f"only the first bdev, {config.bdev[0].name!r}, is used"
     if (
         config.envelope is not None
         and config.prefetch.bandwidth_bytes_per_s > config.envelope.device_bytes_per_s

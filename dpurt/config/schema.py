@@ -35,6 +35,7 @@ FabricKind = Literal["shm", "tcp"]
 Predictor = Literal["sliding_window", "hint", "attention_prev", "attention_ewma", "cross_request"]
 
 MIN_SALT_BYTES = 16
+UNLIMITED = 1 << 62
 SAFE_DISK_SHARE = 0.8
 PRIVATE = 0o700
 
@@ -122,8 +123,14 @@ class StagingConfig(Table, frozen=True, kw_only=True):
     lease_s: Seconds = 30.0
 
 
-class BdevConfig(Table, frozen=True, tag_field="kind"):
-    """What every kind of bdev has. Subclasses: `FileBdevConfig`, `MemoryBdevConfig`, `ModelledBdevConfig`."""
+class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
+    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use. Subclasses: `AnyBdevConfig`."""
+
+    name: Name
+    capacity_bytes: Positive | None = None
+    segment_bytes: Positive = 64 << 20
+    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
+    deadline_s: Seconds = 10.0
 
     @property
     def kind(self) -> str:
@@ -146,13 +153,8 @@ class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
     free. A file is made as large as the cap, not larger.
     """
 
-    name: Name
     path: Text
     size_bytes: Positive | None = None
-    capacity_bytes: Positive | None = None
-    segment_bytes: Positive = 64 << 20
-    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
-    deadline_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         if self.size_bytes is None and self.capacity_bytes is None:
@@ -189,12 +191,7 @@ class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
 class MemoryBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="memory"):
     """Blocks in plain memory: for tests and trials."""
 
-    name: Name
     size_bytes: Positive
-    capacity_bytes: Positive | None = None
-    segment_bytes: Positive = 64 << 20
-    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
-    deadline_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
@@ -219,13 +216,8 @@ class ProfileConfig(Table, frozen=True, kw_only=True):
 class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
     """Memory that answers as slowly as a device of this profile would."""
 
-    name: Name
     size_bytes: Positive
     profile: ProfileConfig
-    capacity_bytes: Positive | None = None
-    segment_bytes: Positive = 64 << 20
-    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
-    deadline_s: Seconds = 10.0
 
     def __post_init__(self) -> None:
         rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
@@ -243,6 +235,92 @@ class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
 
     def capacity(self, config: Config) -> int:
         return self.capacity_bytes or self.size_bytes
+
+
+class RemoteBdevConfig(BdevConfig, frozen=True, kw_only=True):
+    """A device whose size only it knows: without `capacity_bytes` the store may use all of it."""
+
+    def capacity(self, config: Config) -> int:
+        return self.capacity_bytes or UNLIMITED
+
+
+class VhostUserBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="vhost-user"):
+    """A vhost-user-blk back end on this machine (SPDK, qemu-storage-daemon): `path` is its socket."""
+
+    path: Text
+    num_queues: Annotated[int, Meta(ge=1, le=64)] = 1
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        return {"path": config.node.run_path / self.path, "name": self.name, "num_queues": self.num_queues}
+
+
+class NvmeTcpBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="nvme-tcp"):
+    """A namespace of an NVMe over TCP subsystem. `addresses` ("host:port") are paths to it, or with `discovery` its
+    discovery controllers; `nsid` is needed where it has several namespaces.
+    """
+
+    addresses: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    subnqn: Text
+    nsid: Positive | None = None
+    hostnqn: Text | None = None
+    header_digest: bool = False
+    data_digest: bool = False
+    num_queues: Annotated[int, Meta(ge=1, le=64)] = 1
+    keep_alive_s: Annotated[float, Meta(ge=0)] = 15.0
+    discovery: bool = False
+
+    def __post_init__(self) -> None:
+        for address in self.addresses:
+            rules.split_address(address, "addresses")
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        own = msgspec.structs.asdict(self)
+        names = (
+            "name", "subnqn", "nsid", "hostnqn", "header_digest", "data_digest", "num_queues", "keep_alive_s",
+            "discovery",
+        )  # fmt: skip
+        addresses = [rules.split_address(address, "addresses") for address in self.addresses]
+        return {"addresses": addresses, **{name: own[name] for name in names}}
+
+
+class QosConfig(Table, frozen=True, kw_only=True):
+    """Limits an SPDK target puts on a bdev; 0 is none. MiB a second, and operations (it rounds up to 1000s)."""
+
+    rw_ios_per_sec: Annotated[int, Meta(ge=0)] = 0
+    rw_mbytes_per_sec: Annotated[int, Meta(ge=0)] = 0
+    r_mbytes_per_sec: Annotated[int, Meta(ge=0)] = 0
+    w_mbytes_per_sec: Annotated[int, Meta(ge=0)] = 0
+
+
+class SpdkBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="spdk"):
+    """A bdev of an SPDK target, by its RPC socket. `path` is the way its bytes take: "auto" prefers vhost-user, where
+    SPDK moves bytes to and from staging itself. With `profile` (a file of spdk/, `set` its variables) the target is
+    given what it lacks, now and whenever it comes back empty.
+    """
+
+    rpc: Text = "/var/tmp/spdk.sock"
+    bdev: Text
+    path: Literal["auto", "vhost-user", "nvme-tcp"] = "auto"
+    profile: Text | None = None
+    set: dict[str, str] = {}
+    qos: QosConfig | None = None
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        return {
+            "rpc": config.node.run_path / self.rpc, "bdev": self.bdev, "path": self.path, "name": self.name,
+            "profile": None if self.profile is None else Path(self.profile), "settings": self.set,
+            "qos": {} if self.qos is None else msgspec.structs.asdict(self.qos),
+        }  # fmt: skip
+
+
+AnyBdevConfig = (
+    FileBdevConfig
+    | MemoryBdevConfig
+    | ModelledBdevConfig
+    | VhostUserBdevConfig
+    | NvmeTcpBdevConfig
+    | SpdkBdevConfig
+)
 
 
 class TenantConfig(Table, frozen=True, kw_only=True):
@@ -440,7 +518,7 @@ class Config(Table, frozen=True, kw_only=True):
     """A whole topology, as seen by one node. Arrays of tables keep the file's order."""
 
     staging: StagingConfig
-    bdev: Annotated[tuple[FileBdevConfig | MemoryBdevConfig | ModelledBdevConfig, ...], Meta(min_length=1)]
+    bdev: Annotated[tuple[AnyBdevConfig, ...], Meta(min_length=1)]
     tenant: Annotated[tuple[TenantConfig, ...], Meta(min_length=1)]
     space: Annotated[tuple[SpaceConfig, ...], Meta(min_length=1)]
     host: tuple[HostConfig, ...] = ()

@@ -380,18 +380,17 @@ class PrefixIndex:
         )
 
     def _place_copy(self, block: int, shard: int, first: int, what: str, value: int) -> None:
-        column, parent = self._column(shard, first), self.table.parent.item(self._known(block))
+        table, column = self.table, self._column(shard, first)
+        parent = table.parent.item(self._known(block))
         if value < 0:
             raise ValueError(f"{what} must be >= 0, got {value}")
-        if self.table.where.item(block, column) >= 0:
-            raise ValueError(
-                f"block {block} shard {shard} already has {what} {self.table.where[block, column]}"
-            )
+        if table.where.item(block, column) >= 0:
+            raise ValueError(f"block {block} shard {shard} already has {what} {table.where[block, column]}")
         if parent >= 0 and not self._has_copy(parent, shard):
             raise ValueError(
                 f"block {block} shard {shard}: its parent {parent} is neither in staging nor on the bdev"
             )
-        self.table.where[block, column] = value
+        table.where[block, column] = value
 
     def _clear_copy(self, block: int, shard: int, first: int) -> bool:
         column = self._column(shard, first)
@@ -405,13 +404,16 @@ class PrefixIndex:
         return ~(hosts | (rows[:, FIRST_SLOT:] >= 0).any(axis=1) | (self.table.pins[ids] > 0))
 
     def _forget_if_nowhere(self, ids: I32, now: float) -> Dropped:
-        ids = np.unique(ids)
         ids = ids[self._is_nowhere(ids)]
+        if len(ids):  # seldom
+            ids = np.unique(ids)
         return self._forget(ids, self.table.where[ids], now)
 
     def _forget(self, ids: I32, before: I64, now: float) -> Dropped:
         """Forget what of `ids` is nowhere with all below it, and the ancestors only they kept; report, with rows `before`."""
         table = self.table
+        if not len(ids):
+            return self._report(ids, before, np.empty(0, np.bool_), now)
         doomed = table.closed_part(ids[self._is_nowhere(ids)])
         above = self._kept_only_by(doomed)
         others = np.setdiff1d(above, ids)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
@@ -38,6 +39,7 @@ __all__ = [
     "part_crcs",
     "stamp",
     "unpack_header",
+    "verify_record",
 ]
 
 ALIGN = 4096
@@ -82,6 +84,12 @@ class RecordLayout:
     record_bytes: int
     part_offsets: tuple[int, ...]
     max_token_bytes: int
+    num_parts: int = field(init=False)
+    all_parts: int = field(init=False)  # the mask of every part
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_parts", len(self.part_offsets) - 1)
+        object.__setattr__(self, "all_parts", (1 << self.num_parts) - 1)
 
     @classmethod
     def of(cls, space: Space) -> RecordLayout:
@@ -95,15 +103,6 @@ class RecordLayout:
             part_offsets=geometry.part_offsets,
             max_token_bytes=geometry.block_token_bytes,
         )
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.part_offsets) - 1
-
-    @property
-    def all_parts(self) -> int:
-        """The mask of every part."""
-        return (1 << self.num_parts) - 1
 
     def payload(self, image: memoryview) -> memoryview:
         """The payload inside a record image."""
@@ -136,8 +135,7 @@ class RecordLayout:
         return merged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordHeader:
+class RecordHeader(NamedTuple):
     """What a record says of itself. `part_crcs` is an ``array("I")``; times are wall-clock seconds,
     `expires_at` 0 is never.
 
@@ -168,9 +166,14 @@ def part_crcs(layout: RecordLayout, payload: memoryview, parts: Iterable[int] | 
 
 def bad_parts(layout: RecordLayout, image: memoryview, header: RecordHeader, parts_mask: int) -> int:
     """Mask of those of the parts whose bytes do not fit the header's CRCs."""
-    offsets, crcs, base = layout.part_offsets, header.part_crcs, layout.header_bytes
+    return _bad_parts(layout, image, header.part_crcs, parts_mask)
+
+
+def _bad_parts(layout: RecordLayout, image: memoryview, crcs: Sequence[int], parts_mask: int) -> int:
+    offsets, base = layout.part_offsets, layout.header_bytes
     bad = 0
-    for run in mask_runs(parts_mask):
+    runs = mask_runs(parts_mask) if parts_mask != layout.all_parts else (PartRun(0, layout.num_parts),)
+    for run in runs:
         for i in range(run.start, run.stop):
             if crc32c(image[base + offsets[i] : base + offsets[i + 1]]) != crcs[i]:
                 bad |= 1 << i
@@ -207,12 +210,9 @@ def unpack_header(view: memoryview, layout: RecordLayout) -> RecordHeader:
     """
     fields = _FIXED.unpack_from(view, 0)
     _check_intact(view, layout, fields)
+    _check_shape(layout, fields)
     _, _, _, flags, num_parts, token_bytes, shard, position, store, sequence = fields[:10]
-    stored_at, expires_at, payload_bytes, fingerprint, key, parent = fields[10:]
-    if (num_parts, payload_bytes) != (layout.num_parts, layout.payload_bytes):
-        raise RecordError("shape", f"{num_parts} parts and {payload_bytes} bytes")
-    if token_bytes > layout.max_token_bytes:
-        raise RecordError("shape", f"{token_bytes} token bytes")
+    stored_at, expires_at, _, fingerprint, key, parent = fields[10:]
     tokens_at = _FIXED.size + 4 * num_parts
     return RecordHeader(
         key=key,
@@ -228,6 +228,40 @@ def unpack_header(view: memoryview, layout: RecordLayout) -> RecordHeader:
         store=store,
         sequence=sequence,
     )
+
+
+def verify_record(
+    view: memoryview,
+    layout: RecordLayout,
+    parts_mask: int,
+    store: bytes,
+    sequence: int,
+    key: bytes,
+    shard: int,
+    now: float,
+) -> None:
+    """Check that a record image is the one wanted, written in this use of its segment, and that the bytes of these
+    parts are those stored: what `unpack_header` and `bad_parts` find out, without the header as an object. Raises
+    RecordError.
+    """
+    fields = _FIXED.unpack_from(view, 0)
+    _check_intact(view, layout, fields)
+    _check_shape(layout, fields)
+    if fields[9] != sequence or fields[8] != store:
+        raise RecordError("stale", f"sequence {fields[9]}, the segment has {sequence}")
+    if bad := _bad_parts(layout, view, _crcs_of(view, layout), parts_mask):
+        raise RecordError("checksum", f"parts {bad:#x}")
+    if fields[14] != key:
+        raise RecordError("key", f"found {fields[14].hex()}, wanted {key.hex()}")
+    if fields[6] != shard:
+        raise RecordError("shard", f"found {fields[6]}, wanted {shard}")
+    if 0 < fields[11] <= now:
+        raise RecordError("expired")
+
+
+def _crcs_of(view: memoryview, layout: RecordLayout) -> Sequence[int]:
+    """The part table of an intact record; a fraction of the cost of an array."""
+    return view[CRCS_AT : CRCS_AT + 4 * layout.num_parts].cast("I")
 
 
 def _check_fits(layout: RecordLayout, header: RecordHeader) -> None:
@@ -250,6 +284,13 @@ def _check_intact(view: memoryview, layout: RecordLayout, fields: tuple[object, 
         raise RecordError("fingerprint", "the record is of another space")
     if fields[1] != crc32c(view[_COVERED_FROM : layout.header_bytes]):
         raise RecordError("header_crc")
+
+
+def _check_shape(layout: RecordLayout, fields: tuple[Any, ...]) -> None:
+    if fields[4] != layout.num_parts or fields[12] != layout.payload_bytes:
+        raise RecordError("shape", f"{fields[4]} parts and {fields[12]} bytes")
+    if fields[5] > layout.max_token_bytes:
+        raise RecordError("shape", f"{fields[5]} token bytes")
 
 
 def _seal_crc(into: memoryview, layout: RecordLayout) -> None:

@@ -28,6 +28,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +104,7 @@ class SegmentHeader:
         return cls(*fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one record goes. `opens`: write this segment header first; `seals`: no slot is left in the
     segment after it.
     """
@@ -315,6 +315,16 @@ class SegmentLog:
         if self._segments[segment].state is _State.OPEN:
             self._close(self._segments[segment])
             self._free_if_dead(segment)
+
+    def hold_live(self, offset: int) -> tuple[int, int] | None:
+        """`hold` for a read of a live record: (segment, its sequence number), or None when there is no such record."""
+        located = self._locate(offset)
+        if located is None or not located[0].is_live[located[1]]:
+            return None
+        segment = located[0]
+        segment.holds += 1
+        assert segment.header is not None, "a segment with live records is in use"
+        return self.segment_of(offset), segment.header.sequence
 
     def hold(self, segment: int) -> None:
         """An operation touches the segment."""

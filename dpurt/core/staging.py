@@ -372,12 +372,15 @@ class StagingPool:
 
     # --- fills ------------------------------------------------------------------------------------
 
-    def fill_done(self, slot: int, parts_mask: int, now: float) -> None:
-        """These parts, which were filling, hold their bytes and are readable."""
+    def fill_done(self, slot: int, parts_mask: int, now: float, *, pin: bool = False) -> None:
+        """These parts, which were filling, hold their bytes and are readable. `pin` as by `pin`, in one go."""
         s = self._at(slot)
         self._end_filling(s, parts_mask)
         s.ready |= parts_mask
         s.ready_at = now
+        if pin:
+            self._num_pinned += not s.pins
+            s.pins += 1
         self._update(s)
 
     def fill_failed(self, slot: int, parts_mask: int) -> None:

@@ -17,6 +17,7 @@ REASONS = frozenset(
     {
         "evicted",
         "reclaimed",
+        "device_lost",
         "expired",
         "checksum",
         "epoch",

@@ -21,18 +21,22 @@ START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What the kernel says of a process: resident bytes, open files, bytes it had the block device read and write."""
+    """What the kernel says of a process: resident bytes, open files, bytes it had the block device read and write, and
+    bytes its read and receive calls brought in.
+    """
 
     rss_bytes: int
     open_fds: int
     device_bytes_read: int
     device_bytes_written: int
+    bytes_by_calls: int
     cpu_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """Bytes moved from and to the device, as the node and as the kernel count them. The kernel also counts what reading
+    """Bytes moved from and to the device, as the node and as the kernel count them (with `dpurt.demo.back_end`, that
+    process's). `own_calls`: what the node's own read and recv calls brought in, of anything. The kernel also counts what reading
     the program took, and does not count reads of places in a file that were never written: compare differences between
     two moments of a node that serves.
     """
@@ -41,6 +45,7 @@ class DeviceBytes:
     node_written: int
     kernel_read: int
     kernel_written: int
+    own_calls: int
 
     def __sub__(self, other: DeviceBytes) -> DeviceBytes:
         return DeviceBytes(
@@ -48,15 +53,18 @@ class DeviceBytes:
             self.node_written - other.node_written,
             self.kernel_read - other.kernel_read,
             self.kernel_written - other.kernel_written,
+            self.own_calls - other.own_calls,
         )
 
 
-def device_bytes(stats: Mapping[str, Any], outside: Outside) -> DeviceBytes:
-    """The counts of one moment."""
-    bdev = stats["storage"]["bdev"]
+def device_bytes(stats: Mapping[str, Any], outside: Outside, owner: Outside | None = None) -> DeviceBytes:
+    """The counts of one moment; `owner` is the process that has the device, if it is not the node."""
+    [bdev] = [each["io"] for each in stats["bdevs"].values()]
+    owner = owner or outside
     return DeviceBytes(
-        bdev["bytes_read"], bdev["bytes_written"], outside.device_bytes_read, outside.device_bytes_written
-    )
+        bdev["bytes_read"], bdev["bytes_written"], owner.device_bytes_read, owner.device_bytes_written,
+        outside.bytes_by_calls,
+    )  # fmt: skip
 
 
 def observe(pid: int) -> Outside:
@@ -69,6 +77,7 @@ def observe(pid: int) -> Outside:
         open_fds=len(os.listdir(proc / "fd")),
         device_bytes_read=int(io["read_bytes"]),
         device_bytes_written=int(io["write_bytes"]),
+        bytes_by_calls=int(io["rchar"]),
         cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
     )
 
@@ -125,9 +134,9 @@ class NodeProcess:
         """The node's own statistics."""
         return ask(self._run_path, m.Stats(), m.StatsReply).stats
 
-    def device_bytes(self) -> DeviceBytes:
-        """Its counts and the kernel's, now."""
-        return device_bytes(self.stats(), observe(self.pid))
+    def device_bytes(self, owner: Outside | None = None) -> DeviceBytes:
+        """Its counts and the kernel's, now. See `device_bytes`."""
+        return device_bytes(self.stats(), observe(self.pid), owner)
 
     def kill(self) -> None:
         """SIGKILL, and wait."""

@@ -78,9 +78,14 @@ def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: floa
     )  # fmt: skip
 
 
-def topology_of(plan: Plan, directory: Path, fabric: str, policy: str, port: int) -> str:
-    """The demo node's topology, as TOML."""
+def topology_of(
+    plan: Plan, directory: Path, fabric: str, policy: str, port: int, socket: Path | None = None
+) -> str:
+    """The demo node's topology, as TOML. `socket`: of a vhost-user-blk back end, in the place of a file."""
     part = plan.block_bytes // GROUPS
+    device = f'kind = "file"\npath = "{directory / "flash.img"}"\nsize_bytes = {plan.store_bytes}'
+    if socket is not None:
+        device = f'kind = "vhost-user"\npath = "{socket}"'
     groups = "\n".join(
         f'[[space.geometry.groups]]\nname = "layers-{20 * i}-{20 * i + 19}"\nnum_layers = 20\nnum_kv_heads = 8\n'
         f"head_size = 128\npart_bytes = {part}\n"
@@ -91,7 +96,7 @@ def topology_of(plan: Plan, directory: Path, fabric: str, policy: str, port: int
         for name in HOSTS
     )
     return f"""\
-# Made by `dpurt demo`: a node on a file, two hosts. Block bytes are scaled down from {TRACE_BLOCK_BYTES}.
+# Made by `dpurt demo`: one node, two hosts. Block bytes are scaled down from {TRACE_BLOCK_BYTES}.
 [node]
 name = "demo"
 run_dir = "{directory / "run"}"
@@ -104,9 +109,7 @@ bytes = {plan.staging_blocks * plan.record_bytes}
 
 [[bdev]]
 name = "flash"
-kind = "file"
-path = "{directory / "flash.img"}"
-size_bytes = {plan.store_bytes}
+{device}
 capacity_bytes = {plan.store_bytes}
 segment_bytes = {plan.segment_bytes}
 queue_depth = 16

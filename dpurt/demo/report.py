@@ -46,6 +46,7 @@ def _run_json(outcome: Outcome) -> dict[str, Any]:
     hosts = outcome.hosts
     return {
         "fabric": outcome.fabric,
+        "bdev": outcome.bdev,
         "requests": sum(h.requests for h in hosts),
         "verified_bytes": sum(h.verified_bytes for h in hosts),
         "wrong_bytes": sum(h.wrong_bytes for h in hosts),
@@ -55,10 +56,13 @@ def _run_json(outcome: Outcome) -> dict[str, Any]:
         },
         "hosts": {h.host: _host_json(h) for h in hosts},
         "ledger": ledger_of(outcome.stats),
+        "drops": outcome.stats["index"]["drops"],
+        "writes_lost": outcome.stats["intake"]["writes_lost"],
         "ledger_adds_up": ledger_adds_up(outcome.stats),
         "lookup_ms": lookup_ms(hosts),
         "bytes_by_path": bytes_by_path(outcome),
         "outside": asdict(outcome.outside),
+        "device": asdict(outcome.device),
         "outside_agrees": {name: agrees for name, _, _, agrees in compare_outside(outcome)},
         "node_exit_code": outcome.exit_code,
         "wall_s": round(outcome.wall_s, 2),
@@ -108,7 +112,7 @@ def lookup_ms(hosts: Sequence[Result]) -> dict[str, float]:
 
 def bytes_by_path(outcome: Outcome) -> dict[str, int]:
     """Where bytes moved: device and fabric as the node counts them, hosts as they count themselves."""
-    bdev = outcome.stats["storage"]["bdev"]
+    [bdev] = [each["io"] for each in outcome.stats["bdevs"].values()]
     fabric = outcome.stats["fabrics"][outcome.fabric]
     return {
         "device_read": bdev["bytes_read"], "device_written": bdev["bytes_written"],
@@ -162,6 +166,11 @@ def text(plan: Plan, outcome: Outcome) -> str:
     for name, inside, outside, agrees in compare_outside(outcome):
         verdict = "agree" if agrees else f"DIFFER by {abs(inside - outside):,}"
         rows.append(f"{'/proc':<10}{name}: node {inside:,}, kernel {outside:,}  {verdict}")
+    if outcome.bdev != "file":
+        rows.append(
+            f"{'/proc':<10}the device's bytes are those of its own process; the node's read and receive calls brought in "
+            f"{outcome.device.own_calls / MIB:,.0f} MiB while it served, of anything"
+        )
     if outcome.crash is not None:
         rows += _crash_rows(outcome)
     return "\n".join(rows)
@@ -182,6 +191,12 @@ def _crash_rows(outcome: Outcome) -> list[str]:
     crash = outcome.crash
     assert crash is not None
     rebuilt = crash.rebuilt
+    if crash.victim == "bdev":
+        return [
+            f"crash     kill -9 of the device's process at {crash.killed_at_s:.1f} s, started again by "
+            f"{crash.back_at_s:.1f} s; {crash.hits_between} blocks hit in between, from DRAM",
+            f"          of {crash.hits_after} blocks hit afterwards {crash.hits_from_before} were stored before the crash",
+        ]
     return [
         f"crash     kill -9 at {crash.killed_at_s:.1f} s, serving again at {crash.back_at_s:.1f} s "
         f"(process start {crash.start_s:.2f} s, of it rebuild {rebuilt['seconds']} s: {rebuilt['records']} records, "

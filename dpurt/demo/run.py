@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dpurt.demo.back_end import BackEnd, back_end
 from dpurt.demo.host import Job, PlannedRequest, Result
 from dpurt.demo.nodes import DeviceBytes, NodeProcess, Outside, device_bytes, observe
 from dpurt.demo.plan import HOSTS, SPACE, Plan, topology_of
@@ -21,26 +22,32 @@ from dpurt.errors import DpurtError
 
 HOST_GRACE_S = 120.0
 HEAD_START_S = 2.0
+DEVICE_AWAY_S = 3.0
 OUTCOMES = ("timely", "late", "early", "useless", "cancelled", "failed", "refused", "open")
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """What a kill -9 in the middle came to. `hits_from_before`: verified blocks after it that were stored before it."""
+    """What a kill -9 in the middle came to, of the node or of the process that has its device (`victim`).
+    `hits_from_before`: verified blocks after it that were stored before it.
+    """
 
+    victim: str
     killed_at_s: float
     back_at_s: float
     start_s: float
     rebuilt: Mapping[str, Any]
     hits_from_before: int
     hits_after: int
+    hits_between: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run over one fabric. `device`: what was moved while the node (the last one, with a crash) served."""
+    """One run over one fabric. `device`: what was moved while node and device (the last ones, with a crash) served."""
 
     fabric: str
+    bdev: str
     hosts: list[Result]
     stats: Mapping[str, Any]
     outside: Outside
@@ -50,35 +57,62 @@ class Outcome:
     crash: Crash | None
 
 
-def play(
-    plan: Plan, fabric: str, directory: Path, policy: str, *, crash: bool, progress: Callable[[float], None]
-) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to play: over which fabric, on what kind of device, with which prefetch, and what to kill in the middle."""
+
+    fabric: str
+    bdev: str = "file"
+    policy: str = "dpurt"
+    victim: str | None = None  # "node" or "bdev"
+
+
+def play(plan: Plan, way: Way, directory: Path, *, progress: Callable[[float], None]) -> Outcome:
     """One run. Raises DpurtError when a process does not do its part."""
     directory.mkdir(parents=True)
+    if way.bdev == "file":
+        return _play(plan, way, directory, None, progress)
+    with back_end(directory / "flash.img", plan.store_bytes, directory / "back-end.log") as daemon:
+        return _play(plan, way, directory, daemon, progress)
+
+
+def _play(
+    plan: Plan, way: Way, directory: Path, daemon: BackEnd | None, progress: Callable[[float], None]
+) -> Outcome:
     topology = directory / "topology.toml"
-    topology.write_text(topology_of(plan, directory, fabric, policy, _free_port()))
+    socket_path = None if daemon is None else daemon.socket
+    text = topology_of(plan, directory, way.fabric, way.policy, _free_port(), socket_path)
+    topology.write_text(text)
+    fabric = way.fabric
     began = time.monotonic()
     with NodeProcess(topology, directory / "run", directory / "node.log") as node:
-        before = node.device_bytes()
+        before = node.device_bytes(_seen(daemon))
         start_at = time.time() + HEAD_START_S
         hosts: list[tuple[subprocess.Popen[bytes], Path]] = []
         try:
             for i in range(len(HOSTS)):
                 hosts.append(_start_host(plan, i, topology, node.endpoint, fabric, start_at, directory))
-            crashed = _crash(plan, node, start_at) if crash else None
-            if crashed is not None:
-                before = node.device_bytes()
+            crashed = None
+            if way.victim is not None:
+                crashed = _crash(plan, node, daemon if way.victim == "bdev" else None, start_at)
+                before = node.device_bytes(_seen(daemon))
             _wait(hosts, plan, start_at, progress)
         finally:
             for process, _ in hosts:
                 process.kill()
         results = [msgspec.json.decode(path.read_bytes(), type=Result) for _, path in hosts]
-        stats, outside = node.stats(), observe(node.pid)
+        stats, outside, owner = node.stats(), observe(node.pid), _seen(daemon)
         exit_code = node.terminate()
     (directory / "flash.img").unlink()
-    found = None if crashed is None else _crash_outcome(crashed, results, stats, node.start_s)
-    moved = device_bytes(stats, outside) - before
-    return Outcome(fabric, results, stats, outside, moved, exit_code, time.monotonic() - began, found)
+    found = None if crashed is None else _crash_outcome(way, crashed, results, stats, node.start_s)
+    moved = device_bytes(stats, outside, owner) - before
+    return Outcome(
+        fabric, way.bdev, results, stats, outside, moved, exit_code, time.monotonic() - began, found
+    )
+
+
+def _seen(daemon: BackEnd | None) -> Outside | None:
+    return None if daemon is None else observe(daemon.pid)
 
 
 def _start_host(
@@ -99,12 +133,19 @@ def _start_host(
     return process, result
 
 
-def _crash(plan: Plan, node: NodeProcess, start_at: float) -> tuple[float, float]:
-    """kill -9 in the middle of the trace, and start again at once; (killed, back) in seconds after the start."""
+def _crash(plan: Plan, node: NodeProcess, daemon: BackEnd | None, start_at: float) -> tuple[float, float]:
+    """kill -9 in the middle of the trace, and start again: a node at once, a device after a while without. (killed,
+    back) in seconds after the start.
+    """
     time.sleep(max(0.0, start_at + plan.span_s / 2 - time.time()))
-    node.kill()
     killed = time.time() - start_at
-    node.start()
+    if daemon is None:
+        node.kill()
+        node.start()
+    else:
+        daemon.kill()
+        time.sleep(DEVICE_AWAY_S)
+        daemon.start()
     return killed, time.time() - start_at
 
 
@@ -129,7 +170,11 @@ def _wait(
 
 
 def _crash_outcome(
-    crashed: tuple[float, float], results: Sequence[Result], stats: Mapping[str, Any], start_s: float
+    way: Way,
+    crashed: tuple[float, float],
+    results: Sequence[Result],
+    stats: Mapping[str, Any],
+    start_s: float,
 ) -> Crash:
     killed, back = crashed
     stored: dict[int, float] = {}
@@ -137,7 +182,9 @@ def _crash_outcome(
         stored[block] = min(at, stored.get(block, at))
     after = [(at, block) for result in results for at, block in result.hits if at > back]
     before = sum(stored.get(block, killed) < killed for _, block in after)
-    return Crash(killed, back, start_s, stats["storage"]["rebuilt"], before, len(after))
+    between = sum(killed < at <= back for result in results for at, _ in result.hits)
+    rebuilt = stats["storage"]["rebuilt"]
+    return Crash(way.victim or "", killed, back, start_s, rebuilt, before, len(after), between)
 
 
 def _free_port() -> int:

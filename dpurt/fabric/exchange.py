@@ -17,8 +17,9 @@ exchange goes on."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import trio
@@ -62,32 +63,39 @@ class _Reply:
     def __init__(self, after: trio.Event | None, body: Sequence[memoryview]) -> None:
         self._after = after
         self.done = trio.Event()
-        self._head = bytearray(HEADER.size)
-        self._head_cursor = Cursor([memoryview(self._head)])
-        self._body = Cursor(body)
+        self._head = memoryview(bytearray(HEADER.size))
+        self._cursor = Cursor([self._head, *body])
 
-    async def read(self, wire: Wire) -> tuple[int, int]:
-        """Wait for our turn, then read. May be cancelled and called again. Returns (status, index)."""
-        await self._read_head(wire)
+    async def read(self, wire: Wire, deadline: float) -> tuple[int, int]:
+        """Wait for our turn, then read. May be cancelled, and drained then. Returns (status, index)."""
+        if self._after is not None and not self._after.is_set():
+            await _wait_until(self._after, wire.peer, deadline)
+        await wire.receive(self._cursor, deadline, least=HEADER.size)
         status, index = HEADER.unpack(self._head)
         if status == OK:
-            await wire.receive(self._body)
+            await wire.receive(self._cursor, deadline)
+        else:  # no body: what came along with the head is the next reply's
+            wire.unread(self._cursor.moved_beyond(HEADER.size))
         return status, index
 
-    async def drain(self, wire: Wire) -> None:
+    async def drain(self, wire: Wire, deadline: float) -> None:
         """Read the rest without touching the caller's memory."""
-        await self._read_head(wire)
+        if self._after is not None and not self._after.is_set():
+            await _wait_until(self._after, wire.peer, deadline)
+        await wire.receive(Cursor([self._head[self._cursor.moved :]]), deadline)
         if HEADER.unpack(self._head)[0] == OK:
-            await wire.discard(self._body.remaining)
-
-    async def _read_head(self, wire: Wire) -> None:
-        if self._after is not None:
-            await self._after.wait()
-        await wire.receive(self._head_cursor)
+            await wire.discard(self._cursor.total - max(self._cursor.moved, HEADER.size), deadline)
 
     @property
     def moved(self) -> int:
-        return self._body.moved
+        return max(0, self._cursor.moved - HEADER.size)
+
+
+async def _wait_until(event: trio.Event, peer: str, deadline: float) -> None:
+    with trio.CancelScope(deadline=deadline):
+        await event.wait()
+        return
+    raise FabricError(peer, "wait", "timed_out", 0, "the requests before it are not answered yet")
 
 
 class Requester:
@@ -123,58 +131,57 @@ class Requester:
         deadline: float,
     ) -> _Reply:
         out = Cursor([memoryview(encode_request(op, entries)), *sent])
-        with trio.CancelScope(deadline=deadline) as scope:
-            await self._take_sending()
-            try:
-                await self._send_whole(op, out, scope)
-                reply = _Reply(self._last, received)
-                self._last = reply.done
-                return reply
-            finally:
-                self._sending.release()
-        raise FabricError(self._wire.peer, OP_NAMES[op], "timed_out", out.moved, "sending the request")
-
-    async def _take_sending(self) -> None:
-        """The lock, without the scheduler pass that a free one would cost."""
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._take_sending(op, deadline)
         try:
-            self._sending.acquire_nowait()
-        except trio.WouldBlock:
-            await self._sending.acquire()
-
-    async def _send_whole(self, op: int, out: Cursor, scope: trio.CancelScope) -> None:
-        try:
-            await self._wire.send(out, commit=scope)
+            await self._wire.send(out, deadline, is_frame=True)
         except FabricError as error:
-            self._on_broken(str(error))
-            raise FabricError(self._wire.peer, OP_NAMES[op], "closed", out.moved, str(error)) from error
+            if error.status == "closed":
+                self._on_broken(str(error))
+            raise self._failed(op, error, out.moved) from error
         finally:
             if out.moved and out.remaining:
                 self._on_broken("a request could not be sent in full by its deadline")
+            self._sending.release()
+        reply = _Reply(self._last, received)
+        self._last = reply.done
+        return reply
+
+    async def _take_sending(self, op: int, deadline: float) -> None:
+        """The lock, without the scheduler pass that a free one would cost."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with contextlib.suppress(trio.WouldBlock):
+            if trio.current_time() < deadline:
+                self._sending.acquire_nowait()
+                return
+        with trio.CancelScope(deadline=deadline):
+            await self._sending.acquire()
+            return
+        raise FabricError(self._wire.peer, OP_NAMES[op], "timed_out", 0, "the request was not sent")
 
     async def _receive(self, op: int, reply: _Reply, deadline: float) -> tuple[int, int]:
         try:
-            with trio.CancelScope(deadline=deadline):
-                status, index = await reply.read(self._wire)
-                reply.done.set()
-                return status, index
-        except FabricError as error:
+            status, index = await reply.read(self._wire, deadline)
             reply.done.set()
-            self._on_broken(str(error))
-            raise FabricError(self._wire.peer, OP_NAMES[op], "closed", reply.moved, str(error)) from error
+            return status, index
+        except FabricError as error:
+            if error.status == "closed":
+                reply.done.set()
+                self._on_broken(str(error))
+            raise self._failed(op, error, reply.moved) from error
         finally:
             if not reply.done.is_set():
                 trio.lowlevel.spawn_system_task(self._drain, reply)
-        raise FabricError(self._wire.peer, OP_NAMES[op], "timed_out", reply.moved, "waiting for the reply")
 
     async def _drain(self, reply: _Reply) -> None:
         try:
-            with trio.fail_after(DRAIN_S):
-                await reply.drain(self._wire)
-        except (FabricError, trio.TooSlowError) as error:
+            await reply.drain(self._wire, trio.current_time() + DRAIN_S)
+        except FabricError as error:
             self._on_broken(f"an abandoned reply did not end: {error}")
         finally:
             reply.done.set()
+
+    def _failed(self, op: int, error: FabricError, moved: int) -> FabricError:
+        return FabricError(self._wire.peer, OP_NAMES[op], error.status, moved, str(error))
 
 
 def _entry_text(entries: Sequence[Entry], index: int) -> str:
@@ -199,46 +206,44 @@ async def respond(wire: Wire, service: Service) -> None:
     """Serve requests until the peer ends the connection between two of them. Raises FabricError for any other
     end."""
     while not await wire.at_end():
-        total = 0
-        with trio.CancelScope(deadline=service.pace.deadline(0)) as scope:
-            op, entries, total = await _read_request(wire, service)
-            scope.deadline = service.pace.deadline(total)
-            await _answer(wire, service, op, entries, total)
-        if scope.cancelled_caught:
-            raise FabricError(wire.peer, "request", "timed_out", 0, f"peer too slow for {total} bytes")
+        op, entries, total = await _read_request(wire, service)
+        await _answer(wire, service, op, entries, total)
 
 
 async def _read_request(wire: Wire, service: Service) -> tuple[int, list[Entry], int]:
+    deadline = service.pace.deadline(0)
     try:
-        op, count = decode_header(await wire.receive_bytes(HEADER.size), service.ops, service.limits)
-        entries, total = decode_entries(await wire.receive_bytes(count * ENTRY.size), service.limits)
+        head = await wire.receive_bytes(HEADER.size, deadline)
+        op, count = decode_header(head, service.ops, service.limits)
+        body = await wire.receive_bytes(count * ENTRY.size, deadline)
+        entries, total = decode_entries(body, service.limits)
     except RemoteProtocolError as error:
         raise FabricError(wire.peer, "request", "protocol", 0, error.message) from error
     return op, entries, total
 
 
 async def _answer(wire: Wire, service: Service, op: int, entries: list[Entry], total: int) -> None:
-    with ExitStack() as claimed:
-        try:
-            views = claimed.enter_context(service.claim(OP_NAMES[op], entries))
-        except Refused as refusal:
-            service.stats.refused += 1
-            await _refuse(wire, op, refusal.index, total)
-            return
-        await _move(wire, op, views)
-    service.stats.count(OP_NAMES[op], total)
+    deadline = service.pace.deadline(total)
+    try:
+        with service.claim(OP_NAMES[op], entries) as views:
+            await _move(wire, op, views, deadline)
+    except Refused as refusal:
+        service.stats.refused += 1
+        await _refuse(wire, op, refusal.index, total, deadline)
+    else:
+        service.stats.count(OP_NAMES[op], total)
 
 
-async def _move(wire: Wire, op: int, views: Sequence[memoryview]) -> None:
+async def _move(wire: Wire, op: int, views: Sequence[memoryview], deadline: float) -> None:
     head = memoryview(HEADER.pack(OK, 0))
     if op == PULL:
-        await wire.send(Cursor([head, *views]))
+        await wire.send(Cursor([head, *views]), deadline)
     else:
-        await wire.receive(Cursor(views))
-        await wire.send(Cursor([head]))
+        await wire.receive(Cursor(views), deadline)
+        await wire.send(Cursor([head]), deadline)
 
 
-async def _refuse(wire: Wire, op: int, index: int, total: int) -> None:
+async def _refuse(wire: Wire, op: int, index: int, total: int, deadline: float) -> None:
     if op != PULL:
-        await wire.discard(total)
-    await wire.send(Cursor([memoryview(HEADER.pack(REFUSED, index))]))
+        await wire.discard(total, deadline)
+    await wire.send(Cursor([memoryview(HEADER.pack(REFUSED, index))]), deadline)

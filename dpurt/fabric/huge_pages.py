@@ -2,7 +2,7 @@
 
 A device moves bytes by physically contiguous runs, so memory scattered in 4 KiB pages costs it a descriptor
 per page. Measured on a virtio disk with O_DIRECT reads: 1.1-1.5 GiB/s into scattered pages, 2.2-2.8 into huge
-ones; copying is 10-20% faster too, and a region is ready in a fifth of the time.
+ones; copying is 10-20% faster too.
 
 `MADV_COLLAPSE` (Linux 6.1) makes them regardless of the machine's transparent huge page settings, but for
 "deny". It wants a mapping aligned to the huge page, which `mmap.mmap` does not promise, so a temporary one is

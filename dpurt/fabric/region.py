@@ -70,6 +70,15 @@ class MemfdRegion:
         return self.page_bytes > mmap.PAGESIZE
 
     @property
+    def pages(self) -> str:
+        """What it is made of, in words."""
+        if self.has_huge_pages:
+            return "huge pages"
+        if self.collapse_refused is None:
+            return "transparent huge pages, and small ones at the end"
+        return f"small pages ({self.collapse_refused})"
+
+    @property
     def is_closed(self) -> bool:
         return self._view is None
 

@@ -46,7 +46,7 @@ from dpurt.errors import (
 )
 from dpurt.fabric import AccessCheck, Address, FabricStats, MemoryRegion, Piece
 from dpurt.fabric.access import within
-from dpurt.fabric.copying import copy_all
+from dpurt.fabric.copying import Copier
 from dpurt.fabric.frames import (
     BUSY,
     DENIED,
@@ -96,6 +96,7 @@ class ShmLink:
         self._limits = limits
         self._landings: dict[int, memoryview] = {}
         self._landing_bytes = 0
+        self._copier = Copier()
         self._changed = trio.Event()
 
     @property
@@ -103,9 +104,11 @@ class ShmLink:
         return self.close_reason is None
 
     async def push(self, pieces: Sequence[tuple[memoryview, int, int]], deadline: float) -> None:
-        with trio.CancelScope(deadline=deadline) as scope:
-            await copy_all([(piece[0], await self._landing(*piece)) for piece in pieces])
-        if scope.cancelled_caught:
+        is_done = False
+        with trio.CancelScope(deadline=deadline):
+            pairs = [(piece[0], await self._landing(*piece)) for piece in pieces]
+            is_done = await self._copier.copy(pairs, deadline)
+        if not is_done:
             raise FabricError(self._peer, "push", "timed_out")
         self._check_open()
         self._stats.count("push", sum(len(source) for source, _, _ in pieces))
@@ -356,6 +359,7 @@ class ShmEndpoint:
         self._landings: dict[int, MemfdRegion] = {}
         self._stats = FabricStats(links=1)
         self._closed: str | None = None
+        self._copier = Copier()
         self._copying = 0
 
     @property
@@ -363,14 +367,17 @@ class ShmEndpoint:
         return self._stats
 
     async def pull(self, pieces: Sequence[Piece], deadline: float) -> None:
+        self._check_open("pull")
         pairs = [(self._range("pull", piece), piece.local) for piece in pieces]
         await self._copy("pull", pairs, deadline)
 
     async def store(self, pieces: Sequence[Piece], deadline: float) -> None:
+        self._check_open("store")
         pairs = [(piece.local, self._range("store", piece)) for piece in pieces]
         await self._copy("store", pairs, deadline)
 
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
+        self._check_open("view")
         mapping = self._mapping("view", region_id, offset, length)
         return mapping.view[offset : offset + length].toreadonly()
 
@@ -402,15 +409,15 @@ class ShmEndpoint:
     async def _copy(self, op: str, pairs: Sequence[tuple[memoryview, memoryview]], deadline: float) -> None:
         self._copying += 1
         try:
-            with trio.CancelScope(deadline=deadline) as scope:
-                await copy_all(pairs)
+            is_done = await self._copier.copy(pairs, deadline)
         finally:
             self._copying -= 1
-            self._let_go()
-        if scope.cancelled_caught:
+            if self._closed is not None:
+                self._let_go()
+        if not is_done:
             raise FabricError(self._where, op, "timed_out")
         self._check_open(op)  # cut off meanwhile: the lease may have ended under the copy
-        self._stats.count(op, sum(len(source) for source, _ in pairs))
+        self._stats.count(op, sum([len(source) for source, _ in pairs]))
 
     def _range(self, op: str, piece: Piece) -> memoryview:
         mapping = self._mapping(op, piece.region_id, piece.offset, len(piece.local))
@@ -419,7 +426,6 @@ class ShmEndpoint:
         return mapping.view[piece.offset : piece.offset + len(piece.local)]
 
     def _mapping(self, op: str, region_id: int, offset: int, length: int) -> _Mapping:
-        self._check_open(op)
         mapping = self._mappings.get(region_id)
         if mapping is None or not within(offset, length, len(mapping.view)):
             self._refuse(op, f"region {region_id} [{offset}, +{length}) is not mapped here")

@@ -14,6 +14,7 @@ import crc32c
 import trio
 
 from dpurt.agents.block_store import BlockStore
+from dpurt.agents.flash import FlashTier
 from dpurt.agents.index import IndexAgent
 from dpurt.agents.intake import Intake
 from dpurt.agents.reclaim import Reclaimer
@@ -206,10 +207,10 @@ async def running_agents(
     )  # fmt: skip
     with _arena(num_slots, eviction) as (region, slab):
         index = IndexAgent(1024)
-        storage = StorageAgent(store, workers=workers, deadline_s=deadline_s)
+        storage = StorageAgent(FlashTier([store]), workers=workers, deadline_s=deadline_s)
         staging = StagingAgent(index, storage)
         intake = Intake(index, storage, lambda now: now)
-        reclaimer = Reclaimer(index, staging, storage, SEGMENT)
+        reclaimer = Reclaimer(index, staging, storage)
         storage.reclaim = reclaimer.reclaim_one
         staging.slabs.append(slab)
         agents = Agents(index, storage, staging, intake, reclaimer, slab, region, ttl_s)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import trio
 
 from dpurt.bdev import Bdev
-from dpurt.config import Config, config_from
+from dpurt.config import BdevConfig, Config, config_from
 from dpurt.core.identity import Space
 from dpurt.node import Node
 from dpurt.testing.faulty_bdev import FaultyBdev
@@ -71,8 +71,8 @@ class FaultyNode(Node):
 
     faulty: FaultyBdev
 
-    async def _open_bdev(self) -> Bdev:
-        self.faulty = FaultyBdev(await super()._open_bdev())
+    async def _open_bdev(self, spec: BdevConfig) -> Bdev:
+        self.faulty = FaultyBdev(await super()._open_bdev(spec))
         return self.faulty
 
 

@@ -16,7 +16,7 @@ import trio
 from dpurt.agents.staging import StagingAgent
 from dpurt.bdev import Bdev
 from dpurt.client import Client, LoadedBlock, connect
-from dpurt.config import Config
+from dpurt.config import BdevConfig, Config
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.node import Node
 from dpurt.testing.faulty_bdev import FaultyBdev
@@ -158,8 +158,8 @@ def assert_books_balance(node: Node) -> None:
 class NodeOnFaultyBdev(Node):
     """A node whose device fails on request."""
 
-    async def _open_bdev(self) -> Bdev:
-        self.faulty = FaultyBdev(await super()._open_bdev())
+    async def _open_bdev(self, spec: BdevConfig) -> Bdev:
+        self.faulty = FaultyBdev(await super()._open_bdev(spec))
         return self.faulty
 
 

@@ -21,11 +21,11 @@ async def test_dropping_a_block_frees_slots_and_extents_of_all_below_it() -> Non
     async with running_agents(MemoryBdev(capacity(8))) as agents:
         await agents.store(0, 1, 2)
         await agents.until_written()
-        live = agents.storage.store.stats().log.live_records
+        live = agents.storage.store.stores[0].stats().log.live_records
         middle = agents.state.block_id(agents.handles(0, 1)[1])
         refs = agents.refs(0, 1, 2)
         agents.index.drop(agents.state, middle, "lost", trio.current_time())
-        assert agents.storage.store.stats().log.live_records == live - 2
+        assert agents.storage.store.stores[0].stats().log.live_records == live - 2
         assert [agents.pool.find(ref) is None for ref in refs] == [False, True, True]
         assert [event.block for event in agents.events if isinstance(event, Dropped)] == refs[1:]
         assert [reason.reason for reason in explain(agents, 0, 1, 2, 3)] == [

@@ -100,18 +100,21 @@ async def test_a_commit_whose_parent_another_host_is_storing_waits_for_it(
         parents = agents.write(agents.reserve(0, 1), [0, 1])
         rooms = agents.reserve(0, 1, 2, 3, session=2, owner=2)
         children = agents.write(rooms[2:], [2, 3], session=2)
+        sibling = agents.write(agents.reserve(0, 1, 9, session=2, owner=2)[2:], [9], session=2)
         statuses: list[str] = []
 
-        async def commit_children() -> None:
-            statuses.extend(await agents.commit(children, session=2))
+        async def commit_later(blocks: list[m.CommitBlock]) -> None:
+            statuses.extend(await agents.commit(blocks, session=2))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(commit_children)
+            nursery.start_soon(commit_later, children)
+            nursery.start_soon(commit_later, sibling)
             await trio.sleep(5)
             assert statuses == []
             assert await agents.commit(parents) == ["stored"] * 2
-        assert statuses == ["stored"] * 2
+        assert statuses == ["stored"] * 3
         assert len(agents.handles(0, 1, 2, 3)) == 4
+        assert len(agents.handles(0, 1, 9)) == 3
 
 
 async def test_a_parent_that_is_given_up_makes_its_children_orphans(

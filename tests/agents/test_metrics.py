@@ -103,5 +103,5 @@ async def test_a_whole_nodes_statistics_are_a_valid_page(tmp_path: Path) -> None
         assert len(page) > 100
         assert b'of=""' not in body
         kinds = {family.name: family.type for family in text_string_to_metric_families(body.decode())}
-        assert kinds["dpurt_gateway_messages"] == kinds["dpurt_storage_bdev_bytes_read"] == "counter"
-        assert kinds["dpurt_gateway_sessions"] == kinds["dpurt_storage_bdev_in_flight"] == "gauge"
+        assert kinds["dpurt_gateway_messages"] == kinds["dpurt_bdevs_io_bytes_read"] == "counter"
+        assert kinds["dpurt_gateway_sessions"] == kinds["dpurt_bdevs_io_in_flight"] == "gauge"

@@ -52,11 +52,11 @@ async def test_the_oldest_segments_go_first_and_the_newest_blocks_stay(
 
 async def test_write_amplification_stays_within_its_budget(autojump_clock: trio.testing.MockClock) -> None:
     async with full_store(chains=150) as agents:
-        stats = agents.storage.store.stats()
+        stats = agents.storage.store.stores[0].stats()
         appended = stats.appends - agents.reclaimer.carried
         assert appended == 150
         assert stats.appends <= MAX_WRITE_AMPLIFICATION * appended
-        agents.storage.store.check_integrity()
+        agents.storage.store.stores[0].check_integrity()
 
 
 async def test_a_block_in_use_is_carried_on_when_its_segment_goes(
@@ -64,7 +64,7 @@ async def test_a_block_in_use_is_carried_on_when_its_segment_goes(
 ) -> None:
     async with full_store(chains=150) as agents:
         hot = known(agents, *range(150))[0]
-        agents.storage.store._log._accepted += 1 << 30  # a budget for re-appending
+        agents.storage.store.stores[0]._log._accepted += 1 << 30  # a budget for re-appending
         carried = agents.reclaimer.carried
         for block in range(200, 240):
             ids = agents.state.index.match(tokens(hot))
@@ -82,7 +82,7 @@ async def test_a_chain_is_carried_head_first_and_its_rest_goes_as_one(
 ) -> None:
     async with running_agents(MemoryBdev(capacity(SEGMENTS))) as agents:
         await agents.store_to_flash(0, 1, 2, 3)
-        agents.storage.store._log._accepted += 1 << 30
+        agents.storage.store.stores[0]._log._accepted += 1 << 30
         block = 100
         while agents.reclaimer.carried < 2:
             await store_one(agents, block)

@@ -67,7 +67,7 @@ async def test_blocks_on_flash_take_one_read_time_all_together(
 async def test_loads_of_one_block_share_one_read(autojump_clock: trio.testing.MockClock) -> None:
     async with slow_agents() as agents:
         await agents.store_to_flash(0)
-        before = agents.storage.store.stats().reads
+        before = agents.storage.store.stores[0].stats().reads
         results: list[list[Acquired]] = []
 
         async def one() -> None:
@@ -80,7 +80,7 @@ async def test_loads_of_one_block_share_one_read(autojump_clock: trio.testing.Mo
                 await trio.sleep(delay)
         assert trio.current_time() - began == pytest.approx(READ_S)
         assert [answers(result) for result in results] == [[("ok", "nvme")]] * 3
-        assert agents.storage.store.stats().reads == before + 1
+        assert agents.storage.store.stores[0].stats().reads == before + 1
         assert len({result[0].lease for result in results}) == 3
         wheres = [event.where for event in agents.events if isinstance(event, Demanded)]
         assert wheres == ["nvme", "in_flight", "in_flight"]

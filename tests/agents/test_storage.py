@@ -106,6 +106,20 @@ async def test_a_promoted_read_overtakes_other_prefetches_and_runs_once(
         assert agents.storage.is_quiet
 
 
+async def test_a_cancelled_agent_ends_its_reads_first(autojump_clock: trio.testing.MockClock) -> None:
+    """The device writes the slots of jobs in hand: they end with its answer. What has not started stays queued."""
+    log: Log = []
+    async with running_agents(ModelledBdev(capacity(24), profile=SECOND), workers=3) as agents:
+        await agents.store_to_flash(*range(4))
+        began = trio.current_time()
+        for i in range(4):
+            agents.storage.read(read_job(agents, log, f"r{i}", *range(i + 1), is_demand=True))
+        await trio.sleep(0.5)
+    assert trio.current_time() == pytest.approx(began + 1.0)
+    assert {name for name, _ in log} == {"r0 ok", "r1 ok", "r2 ok"}
+    assert agents.storage.backlog == 1
+
+
 async def test_only_a_read_that_has_not_started_can_be_taken_back(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -127,13 +141,13 @@ async def test_writes_that_wait_together_go_together(autojump_clock: trio.testin
     async with running_agents(ModelledBdev(capacity(24), profile=SECOND), workers=4) as agents:
         await agents.store(0)
         await agents.until_written()
-        before = agents.storage.store.stats().appends
+        before = agents.storage.store.stores[0].stats().appends
         log: Log = []
         began = trio.current_time()
         for i in range(8):
             agents.storage.write(write_job(agents, log, f"w{i}", 0))
         await trio.sleep(20)
-        assert agents.storage.store.stats().appends == before + 8
+        assert agents.storage.store.stores[0].stats().appends == before + 8
         assert max(at for _, at in log) - began < 8
 
 
@@ -153,14 +167,31 @@ async def test_a_hung_write_holds_its_slot_until_the_device_answers(
 ) -> None:
     bdev = FaultyBdev(MemoryBdev(capacity(8)))
     async with running_agents(bdev, deadline_s=2.0) as agents:
-        bdev.inject(Fault(op="write", kind="hang", count=2))
+        bdev.inject(Fault(op="write", kind="hang"))
         await agents.store(0)
         await trio.sleep(30)
         assert agents.pool.stats().pinned == 1
         bdev.resume()
-        await trio.sleep(1)
+        await agents.until_written()
         assert agents.pool.stats().pinned == 0
+        assert agents.intake.writes_lost == 0, "it was tried once more"
+
+
+async def test_a_write_that_hangs_twice_is_lost_to_the_device_and_stays_staged(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = FaultyBdev(MemoryBdev(capacity(8)))
+    async with running_agents(bdev, deadline_s=2.0) as agents:
+        await agents.store_to_flash(1)
+        bdev.inject(Fault(op="write", kind="hang", count=2))
+        await agents.store(0)
+        for _ in range(2):
+            await trio.sleep(30)
+            bdev.resume()
+        await agents.until_written()
         assert agents.intake.writes_lost == 1
+        assert agents.storage.write_failures == 1
+        assert [one.status for one in await agents.acquire(0)] == ["ok"]
 
 
 async def test_a_batch_larger_than_the_store_can_ever_hold_at_once_is_split(
@@ -176,8 +207,8 @@ async def test_a_batch_larger_than_the_store_can_ever_hold_at_once_is_split(
                 assert await agents.commit(agents.write(rooms, [block], 3), 3) == ["stored"]
         with trio.fail_after(60):
             await agents.until_written()
-        agents.storage.store.check_integrity()
-        assert agents.storage.store.stats().appends == 30 + agents.reclaimer.carried
+        agents.storage.store.stores[0].check_integrity()
+        assert agents.storage.store.stores[0].stats().appends == 30 + agents.reclaimer.carried
         agents.intake.close_session(3)
 
 

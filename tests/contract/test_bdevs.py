@@ -6,8 +6,9 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,41 @@ async def test_file_cut_short_under_us_is_a_short_read(tmp_path: Path) -> None:
             await bdev.read_into(0, [aligned_buffer(65536)], INF)
         assert caught.value.status == "short"
         assert bdev.stats.errors == 1
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_file_that_cannot_have_its_size_is_as_it_was_before(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"x" * 65536)
+    with largest_file(1 << 20):
+        for name in ("old", "new"):
+            with pytest.raises(BdevError, match="File too large"):
+                await FileBdev.open(tmp_path / name, size_bytes=4 << 20)
+    assert (tmp_path / "old").read_bytes() == b"x" * 65536
+    assert not (tmp_path / "new").exists()
+
+
+async def test_a_file_too_small_to_be_ours_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("do not lose me")
+    with pytest.raises(BdevError, match="holds 14 bytes that are not a store's"):
+        await FileBdev.open(tmp_path / "note", size_bytes=1 << 20)
+    assert (tmp_path / "note").read_text() == "do not lose me"
+
+
+async def test_no_file_is_made_in_the_place_of_a_missing_device() -> None:
+    path = Path("/dev/dpurt-no-such-device")
+    with pytest.raises(BdevError, match="makes no files in /dev"):
+        await FileBdev.open(path, size_bytes=1 << 20)
+    assert not await trio.Path(path).exists()
 
 
 # --- factory ---

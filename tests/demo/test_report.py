@@ -32,16 +32,19 @@ def result(host: str, **fields: Any) -> Result:
 def stats_of(**ledger: int) -> dict[str, Any]:
     return {
         "node": {"rss_bytes": 100 * MIB, "open_fds": 20},
-        "storage": {"bdev": {"bytes_read": 5 * MIB, "bytes_written": 7 * MIB}, "rebuilt": {}},
+        "storage": {"rebuilt": {}},
+        "bdevs": {"flash": {"io": {"bytes_read": 5 * MIB, "bytes_written": 7 * MIB}}},
         "fabrics": {"shm": {"bytes_pulled": 1, "bytes_stored": 2}},
         "prefetch": {"total": ledger},
+        "index": {"drops": {}},
+        "intake": {"writes_lost": 0},
     }
 
 
 def outcome(*hosts: Result, crash: Crash | None = None, exit_code: int = 0, **ledger: int) -> Outcome:
-    outside = Outside(101 * MIB, 21, 5 * MIB, 7 * MIB, 1.0)
-    device = DeviceBytes(5 * MIB, 7 * MIB, 5 * MIB, 7 * MIB)
-    return Outcome("shm", list(hosts), stats_of(**ledger), outside, device, exit_code, 1.0, crash)
+    outside = Outside(101 * MIB, 21, 5 * MIB, 7 * MIB, 0, 1.0)
+    device = DeviceBytes(5 * MIB, 7 * MIB, 5 * MIB, 7 * MIB, 0)
+    return Outcome("shm", "file", list(hosts), stats_of(**ledger), outside, device, exit_code, 1.0, crash)
 
 
 def test_the_ledger_adds_up_only_when_every_plan_has_an_outcome() -> None:
@@ -81,7 +84,8 @@ def test_json_sums_over_hosts_and_runs() -> None:
         (outcome(result("a", checksum_errors=1)), False),
         (outcome(result("a", unreachable=1)), False),
         (outcome(result("a"), exit_code=1), False),
-        (outcome(result("a", unreachable=1), crash=Crash(1.0, 2.0, 0.5, {}, 3, 4)), True),
+        (outcome(result("a", unreachable=1), crash=Crash("node", 1.0, 2.0, 0.5, {}, 3, 4, 0)), True),
+        (outcome(result("a", unreachable=1), crash=Crash("bdev", 1.0, 2.0, 0.5, {}, 3, 4, 0)), False),
     ],
 )
 def test_a_run_is_good_without_wrong_bytes_lost_hosts_or_unbalanced_books(run: Outcome, good: bool) -> None:
@@ -113,15 +117,15 @@ def test_timeline_shares_are_of_the_blocks_in_each_slice_of_time() -> None:
 def test_what_the_kernel_says_is_compared_with_tolerance() -> None:
     agrees = {name: ok for name, _, _, ok in report.compare_outside(outcome(result("a")))}
     assert all(agrees.values())
-    device = DeviceBytes(500 * MIB, 500 * MIB, 510 * MIB, 490 * MIB)
-    other = Outcome("shm", [], stats_of(), Outside(300 * MIB, 90, 0, 0, 1.0), device, 0, 1.0, None)
+    device = DeviceBytes(500 * MIB, 500 * MIB, 510 * MIB, 490 * MIB, 0)
+    other = Outcome("shm", "file", [], stats_of(), Outside(300 * MIB, 90, 0, 0, 0, 1.0), device, 0, 1.0, None)
     assert not any(ok for _, _, _, ok in report.compare_outside(other))
     assert f"DIFFER by {10 * MIB:,}" in report.text(PLAN, other)
 
 
 def test_device_bytes_of_the_start_are_not_compared() -> None:
-    start = DeviceBytes(node_read=70, node_written=2, kernel_read=10, kernel_written=3)
-    assert DeviceBytes(170, 12, 110, 13) - start == DeviceBytes(100, 10, 100, 10)
+    start = DeviceBytes(node_read=70, node_written=2, kernel_read=10, kernel_written=3, own_calls=1)
+    assert DeviceBytes(170, 12, 110, 13, 7) - start == DeviceBytes(100, 10, 100, 10, 6)
 
 
 def test_the_table_says_how_many_of_the_hits_came_from_dram() -> None:

@@ -29,9 +29,9 @@ import structlog
 import trio
 
 from dpurt.agents.spaces import SpaceState
-from dpurt.bdev import Bdev, BdevInfo, BdevStats
+from dpurt.bdev import Bdev, BdevInfo, BdevStats, DeviceMemory
 from dpurt.client import Client, connect
-from dpurt.config import Config
+from dpurt.config import BdevConfig, Config
 from dpurt.core.identity import ROOT_KEY, chain_keys
 from dpurt.core.prefix_index import Dropped
 from dpurt.demo.content import payload_of, tokens_of
@@ -97,6 +97,9 @@ class DyingBdev:
         self._left -= is_write or not self._only_writes
         return self._left == 0
 
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        await self._inner.add_memory(memory, deadline)
+
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
         if self._is_last():
             die()
@@ -138,8 +141,8 @@ class DyingNode(Node):
         super().__init__(config)
         self._dying = path, last, rng
 
-    async def _open_bdev(self) -> Bdev:
-        return DyingBdev(await super()._open_bdev(), *self._dying)
+    async def _open_bdev(self, spec: BdevConfig) -> Bdev:
+        return DyingBdev(await super()._open_bdev(spec), *self._dying)
 
 
 # --- a life ----------------------------------------------------------------------------------------------------------
@@ -182,13 +185,13 @@ class Life:
         """Is what must be here here, and right?"""
         expected = sorted(b for b in self._on_device if self._on_device.issuperset(chain_of(b)))
         sample = expected if everything else self._rng.sample(expected, min(CHECKED, len(expected)))
-        index, log = self._node.index.spaces["s"].index, self._node.store.stats().log
+        index, log = self._node.index.spaces["s"].index, self._node.store.stores[0].stats().log
         found = {
             "expected": len(expected), "index": len(index), "rebuilt": self._node.rebuilt, "live": log.live_records,
             "usage": log.usage_bytes, "incarnation": self._node.store.incarnation,
         }  # fmt: skip
         index.check_integrity()
-        self._node.store.check_integrity()
+        self._node.store.stores[0].check_integrity()
         lost = [block for block in sample if await self._load(client, block) < len(chain_of(block))]
         self._note(json.dumps({**found, "checked": len(sample), "lost": lost, "wrong": self.wrong}))
 

@@ -78,7 +78,7 @@ def assert_sound(node: Node) -> None:
         slab.pool.check_integrity()
     for state in node.index.spaces.values():
         state.index.check_integrity()
-    node.store.check_integrity()
+    node.store.stores[0].check_integrity()
 
 
 async def store_and_load(client: Client, start: int) -> None:

@@ -243,7 +243,7 @@ async def test_whatever_happens_at_once_nothing_wrong_is_served_and_nothing_is_l
                 slab.pool.check_integrity()
             for state in node.index.spaces.values():
                 state.index.check_integrity()
-            node.store.check_integrity()
+            node.store.stores[0].check_integrity()
             core = node.prefetch.core
             assert core is not None
             core.ledger.check_integrity()

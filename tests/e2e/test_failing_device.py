@@ -16,7 +16,7 @@ from dpurt.bdev import Bdev
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.client import Client, LoadedBlock, connect
-from dpurt.config import Config
+from dpurt.config import BdevConfig, Config
 from dpurt.core.record import CRCS_AT
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.node import Node
@@ -56,7 +56,7 @@ class OnImage(FaultyNode):
         super().__init__(config)
         self._image = image
 
-    async def _open_bdev(self) -> Bdev:
+    async def _open_bdev(self, spec: BdevConfig) -> Bdev:
         self.faulty = FaultyBdev(MemoryBdev(image=self._image, queue_depth=8))
         return self.faulty
 
@@ -132,7 +132,7 @@ class Site:
         assert not {agent.name: agent.restarts for agent in self.node._agents if agent.restarts}
         self.state.slab.pool.check_integrity()
         self.state.index.check_integrity()
-        self.node.store.check_integrity()
+        self.node.store.stores[0].check_integrity()
 
 
 @asynccontextmanager
@@ -206,13 +206,13 @@ async def test_a_child_that_reached_the_device_goes_with_a_parent_that_did_not(t
         await here.written()
         assert await here.store(1, 2, 3) == ["exists", "stored", "stored"]
         await here.written()
-        live = here.node.store.stats().log.live_records
+        live = here.node.store.stores[0].stats().log.live_records
         for other in range(100, 200, 4):
             await here.store(*range(other, other + 4))
         assert await here.load(1, 2, 3) == ["miss"] * 3
         assert live == 2
         await here.written()
-        assert here.node.store.stats().log.live_records == len(here.state.index)
+        assert here.node.store.stores[0].stats().log.live_records == len(here.state.index)
 
 
 # --- hangs -----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ async def test_a_hung_write_holds_its_slots_and_stops_neither_loads_nor_other_st
         assert await here.load(5, 6) == ["ok"] * 2, "pinned while the device reads its slots"
         here.node.faulty.resume()
         await here.written()
-        assert here.node.intake.writes_lost == 2
+        assert here.node.intake.writes_lost == 0, "tried once more"
 
 
 # --- lies ------------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ async def test_bytes_changed_under_a_good_status_are_a_counted_miss_with_a_reaso
             here.node.faulty.inject(Fault(op="read", kind="corrupt", at=bad + 9000))
         assert (await here.load(1, 2, 3))[:2] == ["ok", "checksum"]
         assert here.reads("checksum") == 1
-        assert here.node.store.stats().refused == {"checksum": 1}
+        assert here.node.store.stores[0].stats().refused == {"checksum": 1}
         assert await here.load(1, 2, 3) == ["ok", "miss", "miss"]
         reasons = await here.client.explain("s", prompt(1, 2, 3))
         assert [r.reason for r in reasons] == ["present", "checksum", "parent_lost"]
@@ -323,7 +323,7 @@ async def test_a_flipped_byte_anywhere_in_a_record_is_a_counted_miss_and_the_blo
             here.unstage(1, 2, 3, 4)
             assert await here.load(1, 2, 3, 4) == ["ok"] * 4
             here.unstage(1, 2, 3, 4)
-        assert sum(here.node.store.stats().refused.values()) == number
+        assert sum(here.node.store.stores[0].stats().refused.values()) == number
         assert here.node.index.drops["checksum"] == 3 * number
 
 
@@ -371,7 +371,7 @@ async def churn(here: Site, requests: int, universe: int, seed: int) -> int:
 
 
 def write_amplification(node: Node) -> float:
-    log = node.store.stats().log
+    log = node.store.stores[0].stats().log
     return (log.accepted_bytes + log.reappended_bytes + log.overhead_bytes) / log.accepted_bytes
 
 
@@ -389,7 +389,7 @@ async def test_a_full_device_is_reclaimed_within_the_write_budget_and_prefixes_s
             for seed in range(4):
                 nursery.start_soon(one, seed)
         await here.written()
-        log = here.node.store.stats().log
+        log = here.node.store.stores[0].stats().log
         assert log.reclaimed_segments > 10
         assert log.usage_bytes <= log.capacity_bytes <= config.bdev[0].capacity(config)
         assert served[0] > 100
@@ -408,7 +408,7 @@ async def test_the_smallest_device_a_topology_allows_goes_on_storing(tmp_path: P
         for start in range(100, 400, 20):
             assert set(await here.store(*range(start, start + 20))) <= {"stored", "orphan", "no_room"}
         await here.written()
-        assert here.node.store.stats().log.reclaimed_segments > 5
+        assert here.node.store.stores[0].stats().log.reclaimed_segments > 5
         assert await here.store(1, 2) == ["stored", "stored"]
         await here.written()
         assert await here.load(1, 2) == ["ok", "ok"]

@@ -166,7 +166,7 @@ async def test_stores_of_one_scope_may_overlap_and_come_in_any_length(tmp_path: 
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store_from, 0, 3)
-            await until(lambda: client._waiting)
+            await until(lambda: client._waiting or answers)
             nursery.start_soon(store_from, 3, 7)
         assert answers == {0: ["stored"] * 3, 3: ["stored"] * 4}
         assert statuses(await load(client, "r2", *range(7))) == ["ok"] * 7
@@ -190,9 +190,9 @@ async def test_a_run_of_parts_loads_from_staging_and_from_flash(tmp_path: Path, 
         await store(client, "r", 0, 1)
         assert await load_parts(client, "r", (1, 3), 0, 1) == ["staging"] * 2
         await empty_staging(node)
-        before = node.bdev.stats.bytes_read
+        before = node.bdevs[0].stats.bytes_read
         assert await load_parts(client, "r", (1, 3), 0, 1) == ["nvme"] * 2
-        assert node.bdev.stats.bytes_read - before == 2 * (4096 + 2 * PART_BYTES)
+        assert node.bdevs[0].stats.bytes_read - before == 2 * (4096 + 2 * PART_BYTES)
         assert await load_parts(client, "r", (1, 3), 0, 1) == ["staging"] * 2
 
 
@@ -210,9 +210,9 @@ async def test_a_later_load_reads_only_the_parts_that_are_not_staged(tmp_path: P
         await store(client, "r", 0)
         await empty_staging(node)
         assert await load_parts(client, "r", (0, 1), 0) == ["nvme"]
-        before = node.bdev.stats.bytes_read
+        before = node.bdevs[0].stats.bytes_read
         assert await load_parts(client, "r", (0, 4), 0) == ["nvme"]
-        assert node.bdev.stats.bytes_read - before == 4096 + 3 * PART_BYTES
+        assert node.bdevs[0].stats.bytes_read - before == 4096 + 3 * PART_BYTES
         assert await load_parts(client, "r", (2, 4), 0) == ["staging"]
 
 
@@ -506,7 +506,7 @@ async def test_explain_names_what_a_bad_record_took_with_it(tmp_path: Path) -> N
         await empty_staging(node)
         state = node.index.spaces["s"]
         bad = int(state.index.match(tokens(0, 1, 2))[1])
-        node.bdev.image[state.extent_of(bad, 0) + 4096] ^= 1  # type: ignore[attr-defined]
+        node.bdevs[0].image[state.extent_of(bad, 0) + 4096] ^= 1  # type: ignore[attr-defined]
         assert statuses(await load(client, "q", 0, 1, 2))[:2] == ["ok", "checksum"]
         assert await reasons(client, 0, 1, 2) == ["present", "checksum", "parent_lost"]
         assert (await client.lookup("s", "q2", tokens(0, 1, 2))).matched_blocks == 1
@@ -739,15 +739,15 @@ async def test_a_decode_hint_stages_the_ranked_parts_only(tmp_path: Path) -> Non
         await store(client, "r", *range(6))
         await client.lookup("s", "q", tokens(*range(6)))
         await empty_staging(node)
-        before = node.bdev.stats.bytes_read
+        before = node.bdevs[0].stats.bytes_read
         hint = m.Hint(request="q", kind="decode", step=1, group=2, ranked=[4, 1], touched=[0], need_ms=200)
         await client.hint(hint)
-        await until(lambda: node.bdev.stats.bytes_read - before >= 2 * (4096 + PART_BYTES))
+        await until(lambda: node.bdevs[0].stats.bytes_read - before >= 2 * (4096 + PART_BYTES))
         into = buffers(1, PART_BYTES)
         loaded = await client.load("q", 4, into, parts=(2, 3))
         assert sources(loaded) == ["staging"]
         assert bytes(into[0]) == payload(4)[2 * PART_BYTES : 3 * PART_BYTES]
-        assert node.bdev.stats.bytes_read - before == 2 * (4096 + PART_BYTES)
+        assert node.bdevs[0].stats.bytes_read - before == 2 * (4096 + PART_BYTES)
 
 
 @pytest.mark.parametrize("end", ["cancel", "finish"])
@@ -773,9 +773,9 @@ async def test_a_demand_waits_for_the_prefetch_under_way_and_reads_nothing_twice
         await store(client, "r", *range(8))
         await client.finish("r")
         await empty_staging(node)
-        before = node.bdev.stats.bytes_read
+        before = node.bdevs[0].stats.bytes_read
         assert statuses(await load(client, "q", *range(8))) == ["ok"] * 8
-        assert node.bdev.stats.bytes_read - before == 8 * RECORD
+        assert node.bdevs[0].stats.bytes_read - before == 8 * RECORD
 
 
 async def test_a_store_that_fails_on_the_way_gives_its_reservations_back(

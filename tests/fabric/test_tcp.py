@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from dpurt.errors import FabricError, NodeUnavailable
+from dpurt.errors import FabricError, NodeUnavailable, RemoteAccessError
 from dpurt.fabric import connect, wire
 from dpurt.fabric.exchange import Pace
 from dpurt.fabric.frames import FrameLimits
@@ -230,6 +230,47 @@ async def test_an_abandoned_reply_is_drained_and_never_touches_the_callers_memor
             assert late.local == seen
         assert host.stats.errors == 0
         await host.aclose()
+
+
+async def test_a_refusal_shifts_no_byte_of_the_replies_behind_it():
+    async with tcp_rig() as rig:
+        host = await rig.open()
+        good = [piece(SHARED, i * 1000, 100_000) for i in range(40)]
+
+        async def pull(number):
+            if number % 3:
+                await host.pull([good[number]], soon())
+            else:
+                with pytest.raises(RemoteAccessError):
+                    await host.pull([piece(SHARED, 0, 300_000), piece(SHARED, SIZE, 1)], soon())
+
+        async with trio.open_nursery() as nursery:
+            for number in range(len(good)):
+                nursery.start_soon(pull, number)
+        for number, got in enumerate(good):
+            if number % 3:
+                assert got.local == rig.bytes(SHARED, number * 1000, 100_000)
+        assert host.stats.errors == 0
+        await host.aclose()
+
+
+async def test_a_host_that_floods_the_node_with_requests_leaves_the_loop_its_turns():
+    async with tcp_rig() as rig, await welcome(rig) as stream:
+        turns = 0
+
+        async def count_turns():
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        await stream.send_all(b"".join(request(1, (SHARED, 0, 1, LEASE)) for _ in range(640)))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count_turns)
+            while rig.fabric.stats.pulls < 640:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        assert turns >= 640 / 32
 
 
 async def test_a_node_that_stops_answering_is_an_error_by_the_deadline():

@@ -1,0 +1,164 @@
+"""Memory a vhost-user back end may touch: our own, the arena's, and the way in between for everything else.
+
+An operation's buffers are turned into segments the device can reach. A buffer inside of memory the device was given
+is reached where it is. For one outside, pieces of a bounce area are taken and bytes copied, before a write, after a
+read; the area is bounded, and where it has no piece left the transfer is made shorter, or waits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dpurt.bdev import DeviceMemory
+from dpurt.bdev.buffers import address_of
+
+__all__ = ["BOUNCE_CHUNK_BYTES", "BouncePool", "MemoryMap", "OwnMemory", "Transfer", "TransferLimits", "plan"]
+
+BOUNCE_CHUNK_BYTES = 64 << 10
+_Pieces = Sequence[tuple[int, int]]
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class OwnMemory:
+    """A memfd of our own, zeroed, allocated in full, and sealed: a peer that cut it short would end us with a SIGBUS.
+    After `close` a peer's mapping of it stays good, ours too while somebody has a view.
+    """
+
+    def __init__(self, name: str, length: int) -> None:
+        self.fd = os.memfd_create(f"dpurt:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, length)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.view = memoryview(mmap.mmap(self.fd, length, mmap.MAP_SHARED))
+        except OSError:
+            os.close(self.fd)
+            raise
+        self.address = address_of(self.view)
+
+    @property
+    def as_device_memory(self) -> DeviceMemory:
+        return DeviceMemory(self.fd, self.address, len(self.view))
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class MemoryMap:
+    """Which of our addresses the device can reach."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, memory: DeviceMemory) -> None:
+        at = bisect.bisect(self._starts, memory.address)
+        self._starts.insert(at, memory.address)
+        self._ends.insert(at, memory.address + memory.length)
+
+    def has(self, address: int, length: int) -> bool:
+        """All of it, in one piece of memory."""
+        at = bisect.bisect(self._starts, address) - 1
+        return at >= 0 and address + length <= self._ends[at]
+
+
+class BouncePool:
+    """Chunks of memory the device can reach, for buffers it cannot."""
+
+    def __init__(self, address: int, length: int, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._free = list(range(address, address + length - chunk_bytes + 1, chunk_bytes))
+
+    def take(self) -> int | None:
+        """The address of a chunk."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, chunks: Sequence[int]) -> None:
+        self._free += chunks
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Of one request to the device; `segment_bytes` 0 means none."""
+
+    total_bytes: int
+    segments: int
+    segment_bytes: int
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What one request moves: the first `length` bytes of an operation's pieces."""
+
+    length: int = 0
+    segments: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (in the chunk, the caller's, length)
+
+    def copy_in(self) -> None:
+        for chunk, buffer, length in self.copies:
+            ctypes.memmove(chunk, buffer, length)
+
+    def copy_out(self) -> None:
+        for chunk, buffer, length in self.copies:
+            ctypes.memmove(buffer, chunk, length)
+
+
+def plan(pieces: _Pieces, limits: TransferLimits, memory: MemoryMap, bounce: BouncePool) -> Transfer:
+    """As much of the pieces as one request can move now; length 0 if it needs the bounce area and that is in use."""
+    transfer = Transfer()
+    for address, length in pieces:
+        if memory.has(address, length):
+            done = _direct(transfer, address, length, limits)
+        else:
+            done = _bounced(transfer, address, length, limits, bounce)
+        transfer.length += done
+        if done < length:
+            break
+    return transfer
+
+
+def _direct(transfer: Transfer, address: int, length: int, limits: TransferLimits) -> int:
+    wanted = min(length, limits.total_bytes - transfer.length)
+    step = limits.segment_bytes or wanted
+    done = 0
+    while done < wanted and len(transfer.segments) < limits.segments:
+        size = min(step, wanted - done)
+        transfer.segments.append((address + done, size))
+        done += size
+    return done
+
+
+def _bounced(
+    transfer: Transfer, address: int, length: int, limits: TransferLimits, bounce: BouncePool
+) -> int:
+    wanted = min(length, limits.total_bytes - transfer.length)
+    done = 0
+    while done < wanted:
+        place, room = _bounce_place(transfer, limits, bounce)
+        if not room:
+            break
+        size = min(room, wanted - done)
+        transfer.copies.append((place, address + done, size))
+        start, before = transfer.segments[-1]
+        transfer.segments[-1] = (start, before + size)
+        done += size
+    return done
+
+
+def _bounce_place(transfer: Transfer, limits: TransferLimits, bounce: BouncePool) -> tuple[int, int]:
+    """Where the last segment can grow in the bounce area, and by how much; a new segment if need be."""
+    if transfer.chunks and transfer.segments:
+        start, used = transfer.segments[-1]
+        if start == transfer.chunks[-1] and used < bounce.chunk_bytes:
+            return start + used, bounce.chunk_bytes - used
+    if len(transfer.segments) == limits.segments or (chunk := bounce.take()) is None:
+        return 0, 0
+    transfer.chunks.append(chunk)
+    transfer.segments.append((chunk, 0))
+    return chunk, bounce.chunk_bytes

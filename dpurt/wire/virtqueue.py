@@ -1,0 +1,234 @@
+"""The driver's side of a virtio split virtqueue, over memory shared with a device that is not trusted.
+
+Theory of operation. The queue lives in one buffer:
+
+    descriptors (16 bytes each) | avail: flags idx ring[size] used_event | used: flags idx ring[size] avail_event
+    | indirect tables, one for each descriptor
+
+`add` writes a chain and its avail entry, which the device does not see yet; `publish` shows everything added since
+by one store of avail.idx, and says whether the device wants a kick; `completions` yields what has come back. A
+descriptor is in one of three places: free, in a chain added, or in a chain published. Only a published chain may
+come back, and once: anything else in the used ring (an unknown id, one twice, more than were published) is a
+`RemoteProtocolError`, after which the queue must not be used any more, since which buffers the device still holds
+is only known for those that came back before. Descriptors and lengths are kept here, never read back from the
+shared memory.
+
+Order. Three places need it, and no CPU gives all of them for nothing:
+1. chains and avail entries before avail.idx (else the device reads a stale chain): store-store;
+2. avail.idx before the look at avail_event or the no-notify flag, and used_event or the no-interrupt flag before
+   the second look at used.idx (else both sides think the other is awake): store-load, needed on x86 too;
+3. used.idx before the used entries and the data behind them (else we read what is not there yet): load-load.
+The caller gives `fence`, a full one, which does for all. Indices are stored through a native 16-bit view, since
+`struct` with a byte order stores byte by byte and the device must never see half of one.
+
+Leaves to others: where the memory is, what the chains mean, kicks and waiting.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dpurt.errors import LocalProtocolError, RemoteProtocolError
+
+__all__ = ["QueueLayout", "SplitQueue"]
+
+_Token = TypeVar("_Token")
+_Pieces = Sequence[tuple[int, int]]
+
+_DESCRIPTOR = struct.Struct("<QIHH")  # address, length, flags, next
+_NEXT, _WRITE, _INDIRECT = 1, 2, 4
+_NO_INTERRUPT = _NO_NOTIFY = 1
+_WRAP = 0xFFFF
+_LINE = 64  # what the two sides write lies on different cache lines
+
+
+@functools.cache
+def _table(count: int) -> struct.Struct:
+    return struct.Struct("<" + "QIHH" * count)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLayout:
+    """Where the parts of a queue are in its buffer. `max_indirect` 0 means chains of the ring's own descriptors."""
+
+    size: int
+    max_indirect: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= 32768 or self.size.bit_count() != 1:
+            raise LocalProtocolError("queue_size", f"must be a power of two from 1 to 32768, got {self.size}")
+
+    @property
+    def avail(self) -> int:
+        return _DESCRIPTOR.size * self.size
+
+    @property
+    def used(self) -> int:
+        return _aligned(self.avail + 6 + 2 * self.size)
+
+    @property
+    def indirect(self) -> int:
+        return _aligned(self.used + 6 + 8 * self.size)
+
+    @property
+    def total(self) -> int:
+        return _aligned(self.indirect + self.size * self.max_indirect * _DESCRIPTOR.size)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _LINE) * _LINE
+
+
+class SplitQueue(Generic[_Token]):
+    """One virtqueue in zeroed `memory`, which the device knows at `address`. Not thread-safe."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        address: int,
+        layout: QueueLayout,
+        *,
+        fence: Callable[[], None],
+        has_event_idx: bool,
+    ) -> None:
+        size = layout.size
+        self.layout = layout
+        self.address = address
+        self._memory = memory
+        self._fence = fence
+        self._has_event_idx = has_event_idx
+        self._avail = memory[layout.avail : layout.avail + 6 + 2 * size].cast("H")
+        self._used_head = memory[layout.used : layout.used + 4].cast("H")
+        self._used_ring = memory[layout.used + 4 : layout.used + 4 + 8 * size].cast("I")
+        event = layout.used + 4 + 8 * size
+        self._avail_event = memory[event : event + 2].cast("H")
+        self._free = list(range(size - 1, -1, -1))
+        self._chains: dict[int, tuple[_Token, tuple[int, ...]]] = {}  # by head: published or only added
+        self._added: list[int] = []  # heads not yet published
+        self._avail_index = 0
+        self._last_used = 0
+
+    @property
+    def num_published(self) -> int:
+        """Chains the device has."""
+        return len(self._chains) - len(self._added)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def has_unpublished(self) -> bool:
+        return bool(self._added)
+
+    def tokens(self) -> list[_Token]:
+        """Of every chain that has not come back, oldest first."""
+        return [token for token, _ in self._chains.values()]
+
+    def add(self, readable: _Pieces, writable: _Pieces, token: _Token) -> bool:
+        """Append a chain of (address, length) pieces; False if there is no room for it now."""
+        count = len(readable) + len(writable)
+        is_indirect = 1 < count <= self.layout.max_indirect
+        needed = 1 if is_indirect else count
+        if not 1 <= needed <= self.layout.size:
+            raise LocalProtocolError("chain_length", f"{count} pieces in a queue of {self.layout.size}")
+        if needed > len(self._free):
+            return False
+        chain = tuple(self._free.pop() for _ in range(needed))
+        if is_indirect:
+            self._write_indirect(chain[0], readable, writable)
+        else:
+            self._write_direct(chain, readable, writable)
+        self._show(chain, token)
+        return True
+
+    def publish(self) -> bool:
+        """Let the device see what was added. True: kick it."""
+        before = self._avail_index
+        after = self._avail_index = (before + len(self._added)) & _WRAP
+        self._added.clear()
+        self._fence()  # 1
+        self._avail[1] = after
+        self._fence()  # 2
+        if self._has_event_idx:
+            return (after - self._avail_event[0] - 1) & _WRAP < (after - before) & _WRAP
+        return not self._used_head[0] & _NO_NOTIFY
+
+    def completions(self) -> Iterator[tuple[_Token, int]]:
+        """Each chain that came back, as (token, bytes written by the device's word), its descriptors free again.
+
+        After the last one the device is asked to signal the next. Raises RemoteProtocolError in the middle: what
+        was yielded before is good.
+        """
+        self._quieten()
+        while True:
+            while self._num_returned():
+                self._fence()  # 3
+                yield self._retire()
+            self._ask_for_signal()
+            self._fence()  # 2
+            if not self._num_returned():
+                return
+
+    # --- inside ---
+
+    def _write_indirect(self, head: int, readable: _Pieces, writable: _Pieces) -> None:
+        count = len(readable) + len(writable)
+        at = self.layout.indirect + head * self.layout.max_indirect * _DESCRIPTOR.size
+        fields: list[int] = []
+        for address, length in readable:
+            fields += (address, length, _NEXT, len(fields) // 4 + 1)
+        for address, length in writable:
+            fields += (address, length, _NEXT | _WRITE, len(fields) // 4 + 1)
+        fields[-2:] = (fields[-2] & ~_NEXT, 0)
+        _table(count).pack_into(self._memory, at, *fields)
+        whole = (self.address + at, count * _DESCRIPTOR.size, _INDIRECT, 0)
+        _DESCRIPTOR.pack_into(self._memory, head * _DESCRIPTOR.size, *whole)
+
+    def _write_direct(self, chain: tuple[int, ...], readable: _Pieces, writable: _Pieces) -> None:
+        pieces = [(piece, 0) for piece in readable] + [(piece, _WRITE) for piece in writable]
+        for i, ((address, length), flags) in enumerate(pieces):
+            is_last = i + 1 == len(chain)
+            link = (flags, 0) if is_last else (flags | _NEXT, chain[i + 1])
+            _DESCRIPTOR.pack_into(self._memory, chain[i] * _DESCRIPTOR.size, address, length, *link)
+
+    def _show(self, chain: tuple[int, ...], token: _Token) -> None:
+        head = chain[0]
+        assert head not in self._chains, "a free descriptor is in no chain"
+        place = (self._avail_index + len(self._added)) % self.layout.size
+        self._avail[2 + place] = head
+        self._chains[head] = (token, chain)
+        self._added.append(head)
+
+    def _num_returned(self) -> int:
+        count = (self._used_head[1] - self._last_used) & _WRAP
+        if count > self.num_published:
+            raise RemoteProtocolError(
+                "used_index", f"{count} chains came back, the device has {self.num_published}"
+            )
+        return count
+
+    def _retire(self) -> tuple[_Token, int]:
+        at = self._last_used % self.layout.size * 2
+        head, written = self._used_ring[at], self._used_ring[at + 1]
+        if head not in self._chains or (self._added and head in self._added):
+            raise RemoteProtocolError("used_id", f"chain {head} came back, which the device does not have")
+        token, chain = self._chains.pop(head)
+        self._free += chain
+        self._last_used = (self._last_used + 1) & _WRAP
+        return token, written
+
+    def _quieten(self) -> None:
+        """No signals while we look. With event_idx the last one asked for has been given, or is not yet due."""
+        if not self._has_event_idx:
+            self._avail[0] = _NO_INTERRUPT
+
+    def _ask_for_signal(self) -> None:
+        if self._has_event_idx:
+            self._avail[2 + self.layout.size] = self._last_used
+        else:
+            self._avail[0] = 0
