@@ -169,6 +169,7 @@ class Association(Generic[Address]):
                     nursery.start_soon(self._guarded, self._watch_ana)
         finally:
             self.drop("closed")
+            self._close_connections()  # one that came up while it was dropped
 
     def drop(self, problem: str) -> None:
         """Close everything now. The first reason given stays."""
@@ -176,12 +177,16 @@ class Association(Generic[Address]):
             return
         self.problem = problem
         self._scope.cancel()
-        if self._admin is not None:
-            self._admin.close()
-        commands = [command for connection in self.io for command in connection.close()]
+        commands = self._close_connections()
         was_joined, self.is_joined = self.is_joined, False
         if was_joined:
             self._owner.dropped(self, commands)
+
+    def _close_connections(self) -> list[Command]:
+        """The I/O commands that were in flight."""
+        if self._admin is not None:
+            self._admin.close()
+        return [command for connection in self.io for command in connection.close()]
 
     def doubt_ana(self) -> None:
         """A command was refused for its path: not usable until the log says so. Only with ANA."""

@@ -199,7 +199,10 @@ class _TcpTransport:
 
 async def _connect(address: TcpAddress) -> socket.socket:
     """A connected non-blocking socket, to the first of the host's addresses that answers. Raises OSError."""
-    found = await trio.socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    try:
+        found = await trio.socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, f"{address[0]!r} is no host name") from error
     problem: OSError | None = None
     for family, kind, protocol, _, target in found:
         sock = socket.socket(family, kind, protocol)

@@ -104,6 +104,7 @@ class TcpQueue:
         self._max_data_bytes = 0
         self._transfers: dict[int, _Transfer] = {}
         self._done: list[Completion] = []
+        self._problem: RemoteProtocolError | None = None
         self._out: deque[tuple[memoryview, _Transfer | None]] = deque()
         self._header = bytearray(_IC_BYTES)
         self._have = 0
@@ -196,7 +197,11 @@ class TcpQueue:
     # --- receiving ---
 
     def windows(self) -> list[memoryview]:
-        """Where the next bytes go, in order. Valid until the next call of `received`."""
+        """Where the next bytes go, in order. Valid until the next call of `received`. Raises RemoteProtocolError
+        for what came behind the commands that `received` returned last.
+        """
+        if self._problem is not None:
+            raise self._problem
         windows = list(itertools.islice(self._body, MAX_WINDOWS - 1))
         if len(windows) == len(self._body):
             windows.append(memoryview(self._header)[self._have : self._need])
@@ -209,19 +214,29 @@ class TcpQueue:
 
     def received(self, count: int) -> list[Completion]:
         """`count` > 0 bytes were put into the windows. Raises RemoteProtocolError."""
+        try:
+            count = self._fill_body(count)
+            if count:
+                self._have += count
+                self._check_header()
+        except RemoteProtocolError as problem:
+            if not self._done:
+                raise
+            self._problem = problem  # a command that ended before must not be lost
+        return self._take_done()
+
+    def _fill_body(self, count: int) -> int:
+        """How many bytes are left for the next header."""
         while count and self._body:
             window = self._body[0]
             if count < len(window):
                 self._body[0] = window[count:]
-                return self._take_done()
+                return 0
             count -= len(window)
             self._body.popleft()
             if not self._body:
                 self._end_data()
-        if count:
-            self._have += count
-            self._check_header()
-        return self._take_done()
+        return count
 
     def _take_done(self) -> list[Completion]:
         done, self._done = self._done, []

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import socket
+import struct
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import trio
@@ -376,6 +379,31 @@ async def test_peer_that_breaks_the_rules_costs_the_association(rig: Rig, reply:
     assert caught.value.status == "unavailable"
     await becomes(bdev, "usable")
     assert await read(bdev) == content(5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_server_that_talks_nonsense_is_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    greeting = struct.pack("<BBBBIHBBI112x", 1, 0, 128, 0, 128, 0, 0, 0, 131072)
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all((greeting if seed % 2 else b"") + rng.randbytes(rng.choice([10, 500])))
+        await trio.sleep(rng.choice([0, 10]))
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        with pytest.raises(BdevError) as caught:
+            await NvmeTcpBdev.open([listener.socket.getsockname()], SUBSYSTEM, pacing=Pacing(connect_s=0.2))
+        assert caught.value.status == "unavailable"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 300, "é..x"])
+async def test_name_that_leads_nowhere_is_unavailable(host: str) -> None:
+    with pytest.raises(BdevError) as caught:
+        await NvmeTcpBdev.open([(host, 4420)], SUBSYSTEM, pacing=FAST)
+    assert caught.value.status == "unavailable"
 
 
 # --- namespaces ---
