@@ -648,6 +648,31 @@ async def test_qemu_stopped_memory_cannot_be_added_and_that_is_said_in_time(
         await bdev.add_memory(memory, soon())
 
 
+async def test_qemu_failing_one_read_is_an_io_error_and_the_next_is_good(tmp_path: Path) -> None:
+    if QEMU_STORAGE_DAEMON is None:
+        pytest.skip("qemu-storage-daemon is not installed (Debian package qemu-system-common)")
+    disk = tmp_path / "disk"
+    disk.write_bytes(random.Random(8).randbytes(SIZE))
+    fault = (
+        "inject-error.0.event=none,inject-error.0.iotype=read,inject-error.0.sector=16,inject-error.0.once=on"
+    )
+    words = [file_node(disk), f"blkdebug,node-name=bad,image=disk,{fault}"]
+    async with QemuStorage(tmp_path, words, export="bad") as daemon, opened(daemon.path) as bdev:
+        buffer = aligned_buffer(4096)
+        await bdev.read_into(0, [buffer], soon())
+        assert (await failure_of(bdev.read_into(8192, [buffer], soon()))).status == "io_error"
+        await bdev.read_into(8192, [buffer], soon())
+        assert buffer == disk.read_bytes()[8192:12288]
+
+
+async def test_qemu_not_writable_is_refused_in_words(tmp_path: Path) -> None:
+    if QEMU_STORAGE_DAEMON is None:
+        pytest.skip("qemu-storage-daemon is not installed (Debian package qemu-system-common)")
+    (tmp_path / "disk").write_bytes(bytes(SIZE))
+    async with QemuStorage(tmp_path, [file_node(tmp_path / "disk")], is_writable=False) as daemon:
+        assert "read-only" in str(await failure_of(VhostUserBdev.open(daemon.path)))
+
+
 async def test_qemu_restarted_with_a_larger_disk_is_seen(daemon: QemuStorage, tmp_path: Path) -> None:
     async with opened(daemon.path) as bdev:
         daemon.kill()
