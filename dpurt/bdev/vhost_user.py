@@ -266,8 +266,7 @@ class VhostUserBdev:
         """Hold back requests until the device has none, then give the memory."""
         self._is_paused = True
         try:
-            for ring in session.rings:
-                ring.flush()
+            session.flush()
             while session.num_held and session.lost_because is None:
                 self._dry = trio.Event()
                 await self._dry.wait()
@@ -350,13 +349,17 @@ class VhostUserBdev:
         return ring.deallocate(kind, operation.offset + operation.moved, length, _Request(operation, length))
 
     def _reap(self, session: Session[_Request]) -> None:
-        """Take what the device has answered. Raises RemoteProtocolError."""
+        """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError."""
+        session.is_reaping = True
         try:
             for ring in session.rings:
                 for request, status in ring.answers():
                     self._take_answer(session, request, status)
         finally:
             self._feed()
+            session.is_reaping = False
+        if session.lost_because is None:
+            session.flush()
         if not session.num_held:
             self._dry.set()
 
