@@ -4,9 +4,10 @@ sides.
 One file is read through each row of `ROWS`: directly, and through a back end that serves it with O_DIRECT
 (qemu-storage-daemon for vhost-user). fio reads the file itself, with the faster of its asynchronous engines at each
 shape, into the very region the bdev reads into (see `bench.file` for why that matters). Ours and fio take turns;
-each run reads the file once in random order. CPU is that of our process alone: a back end's own is not counted, as
-it would run on another core or in SPDK. *Verified* adds the CRC-32C of every block, which is what the block store
-does.
+each run reads the file once in random order. Both have the same depth in the device; beyond depth 1 ours has two
+readers more, so two reads wait in the bdev's own queue, as in a node's batches. CPU is that of our process alone: a
+back end's own is not counted, as it would run on another core or in SPDK. *Verified* adds the CRC-32C of every
+block, which is what the block store does.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ SHAPES = tuple((size, depth) for size in (1 << 20, 4 << 20) for depth in (1, 8, 
 ENGINES = ("io_uring", "libaio")
 TARGETS = {("vhost_user", 1 << 20, 8): 0.9}
 VERIFIED_RUNS = 3
+WAITING = 2  # readers more than the depth
+_SMALLEST_QUEUE = 4
 _GIB = 1 << 30
 _PATIENCE_S = 120.0
 
@@ -59,6 +62,10 @@ class _Run:
 class _Shape:
     block_bytes: int
     depth: int
+
+    @property
+    def num_readers(self) -> int:
+        return self.depth + WAITING if self.depth > 1 else 1
 
     @property
     def label(self) -> str:
@@ -77,19 +84,21 @@ class _Rig:
         return self.folder / "disk"
 
 
-Opener = Callable[[_Rig], AbstractAsyncContextManager[Bdev]]
+Opener = Callable[[_Rig, int], AbstractAsyncContextManager[Bdev]]
 
 
 @contextlib.asynccontextmanager
-async def _open_file(rig: _Rig) -> AsyncIterator[Bdev]:
-    async with contextlib.aclosing(await FileBdev.open(rig.path)) as bdev:
+async def _open_file(rig: _Rig, depth: int) -> AsyncIterator[Bdev]:
+    async with contextlib.aclosing(await FileBdev.open(rig.path, queue_depth=depth)) as bdev:
         yield bdev
 
 
 @contextlib.asynccontextmanager
-async def _open_vhost_user(rig: _Rig) -> AsyncIterator[Bdev]:
+async def _open_vhost_user(rig: _Rig, depth: int) -> AsyncIterator[Bdev]:
     async with QemuStorage(rig.folder, [file_node(rig.path, is_direct=True)]) as daemon:
-        async with contextlib.aclosing(await VhostUserBdev.open(daemon.path)) as bdev:
+        async with contextlib.aclosing(
+            await VhostUserBdev.open(daemon.path, queue_size=max(depth, _SMALLEST_QUEUE))
+        ) as bdev:
             yield bdev
 
 
@@ -103,7 +112,7 @@ ROWS: dict[str, tuple[Opener, str | None]] = {  # opener, and what is missing to
 
 
 def run(quick: bool) -> BenchResult:
-    region = MemfdRegion(1, "bench", max(block_bytes * depth for block_bytes, depth in SHAPES))
+    region = MemfdRegion(1, "bench", max(block_bytes * (depth + WAITING) for block_bytes, depth in SHAPES))
     with tempfile.TemporaryDirectory(prefix="dpurt-bench-") as folder:
         rig = _Rig(Path(folder), region, shutil.which("fio"), 3 if quick else 9)
         return trio.run(_measure, rig)
@@ -118,10 +127,12 @@ async def _measure(rig: _Rig) -> BenchResult:
         if missing is not None:
             result.conditions[f"{row}_missing"] = f"install {missing}"
             continue
-        async with opener(rig) as bdev:
-            await bdev.add_memory(_memory(rig.region), trio.current_time() + _PATIENCE_S)
-            result.conditions[row] = ", ".join(f"{key}: {value}" for key, value in bdev.info.detail.items())
-            for shape in shapes:
+        for shape in shapes:
+            async with opener(rig, shape.depth) as bdev:
+                await bdev.add_memory(_memory(rig.region), trio.current_time() + _PATIENCE_S)
+                result.conditions[row] = ", ".join(
+                    f"{key}: {value}" for key, value in bdev.info.detail.items()
+                )
                 result.figures += await _figures(rig, row, bdev, shape, engines[shape])
     return result
 
@@ -220,7 +231,7 @@ async def _read_all(rig: _Rig, bdev: Bdev, shape: _Shape, *, seed: int, is_verif
 
     cpu, start = _cpu_s(), time.perf_counter()
     async with trio.open_nursery() as nursery:
-        for i in range(shape.depth):
+        for i in range(shape.num_readers):
             at = i * shape.block_bytes
             nursery.start_soon(reader, rig.region.view[at : at + shape.block_bytes])
     gib = FILE_BYTES / _GIB

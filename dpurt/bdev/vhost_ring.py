@@ -61,6 +61,11 @@ class BlkRing(Generic[_Token]):
         """Requests the device has."""
         return self._queue.num_published
 
+    @property
+    def is_polled(self) -> bool:
+        """The device wants no kicks."""
+        return self._queue.is_polled
+
     def tokens(self) -> list[_Token]:
         """Of every request without an answer."""
         return [token for _, token in self._queue.tokens()]

@@ -4,8 +4,8 @@ The back end maps the arena and moves bytes between the device and our slots by 
 descriptors, and reads one byte of status per request. Buffers outside of added memory go through a bounce area.
 
 Theory of operation. An operation becomes one request after the other, each as large as the limits allow. Requests
-are put into the ring as they come; the device is told at once if it is idle, else once per turn of the loop, with at
-most one kick. Where there is no room (ring, bounce area) the operation waits its turn among the *starved*. A system
+are put into the ring as they come; the device is shown them at once if it is idle or polls, else once per turn of the
+loop, with at most one kick. Where there is no room (ring, bounce area) the operation waits its turn among the *starved*. A system
 task lives through one `Session` after the other: it wakes on completions, notices loss, reconnects with back-off.
 
 When the back end is lost, what is new fails at once with status "unavailable", and what the back end held ends when it
@@ -265,8 +265,7 @@ class VhostUserBdev:
         """Hold back requests until the device has none, then give the memory."""
         self._is_paused = True
         try:
-            for ring in session.rings:
-                ring.flush()
+            session.flush()
             while session.num_held and session.lost_because is None:
                 self._dry = trio.Event()
                 await self._dry.wait()
@@ -349,13 +348,17 @@ class VhostUserBdev:
         return ring.deallocate(kind, operation.offset + operation.moved, length, _Request(operation, length))
 
     def _reap(self, session: Session[_Request]) -> None:
-        """Take what the device has answered. Raises RemoteProtocolError."""
+        """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError."""
+        session.is_reaping = True
         try:
             for ring in session.rings:
                 for request, status in ring.answers():
                     self._take_answer(session, request, status)
         finally:
             self._feed()
+            session.is_reaping = False
+        if session.lost_because is None:
+            session.flush()
         if not session.num_held:
             self._dry.set()
 

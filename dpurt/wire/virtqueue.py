@@ -125,6 +125,11 @@ class SplitQueue(Generic[_Token]):
     def has_unpublished(self) -> bool:
         return bool(self._added)
 
+    @property
+    def is_polled(self) -> bool:
+        """The device looks by itself: it wants no kicks."""
+        return not self._has_event_idx and bool(self._used_head[0] & _NO_NOTIFY)
+
     def tokens(self) -> list[_Token]:
         """Of every chain that has not come back, oldest first."""
         return [token for token, _ in self._chains.values()]

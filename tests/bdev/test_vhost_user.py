@@ -19,7 +19,7 @@ import trio
 import trio.lowlevel
 
 import dpurt.bdev.memory_fence as memory_fence
-from dpurt.bdev import DeviceMemory
+from dpurt.bdev import DeviceMemory, vhost_session
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.vhost_memory import OwnMemory
 from dpurt.bdev.vhost_user import VhostUserBdev
@@ -371,6 +371,21 @@ async def test_a_lie_in_the_used_ring_costs_the_session_and_frees_no_buffer(
         assert await good_again(bdev) == target.image[:4096]
 
 
+async def test_noise_in_the_used_ring_never_harms_more_than_the_session(
+    target: FakeVhostTarget, socket_path: Path, region: MemfdRegion
+) -> None:
+    async with opened(socket_path, region, queue_size=64) as bdev:
+        for nth in range(1, 21):
+            target.lie = "noise"
+            with contextlib.suppress(BdevError):
+                await bdev.read_into(0, [region.view[:4096]], soon(0.02))
+            await until(lambda nth=nth: bdev.reconnects == nth)  # type: ignore[misc]
+            into = region.view[nth * 4096 : (nth + 1) * 4096]
+            await bdev.read_into(8192, [into], soon())
+            assert into == target.image[8192:12288]
+        assert bdev.stats.in_flight <= 20
+
+
 async def test_garbled_answers_fail_the_opening_and_hang_nobody(
     target: FakeVhostTarget, socket_path: Path
 ) -> None:
@@ -462,10 +477,13 @@ async def test_while_the_back_end_is_down_operations_fail_at_once(socket_path: P
         await bdev.aclose()
 
 
+@pytest.mark.parametrize("has_peer_pidfd", [True, False])
 async def test_a_back_end_that_dies_with_requests_ends_them_and_comes_back(
-    socket_path: Path, region: MemfdRegion
+    socket_path: Path, region: MemfdRegion, monkeypatch: pytest.MonkeyPatch, has_peer_pidfd: bool
 ) -> None:
-    """The fake as a process that kills itself when it has taken the third request."""
+    """The fake as a process that kills itself when it has taken the third request; on old kernels (before 6.5) too."""
+    if not has_peer_pidfd:
+        monkeypatch.setattr(vhost_session, "_SO_PEERPIDFD", 9999)
     command = [sys.executable, vhost_target.__file__, str(socket_path), str(SIZE)]
     process = await trio.lowlevel.open_process([*command, "--die-after", "3"])
     await until(socket_path.exists)
@@ -646,6 +664,31 @@ async def test_qemu_stopped_memory_cannot_be_added_and_that_is_said_in_time(
         daemon.resume()
         await good_again(bdev)
         await bdev.add_memory(memory, soon())
+
+
+async def test_qemu_failing_one_read_is_an_io_error_and_the_next_is_good(tmp_path: Path) -> None:
+    if QEMU_STORAGE_DAEMON is None:
+        pytest.skip("qemu-storage-daemon is not installed (Debian package qemu-system-common)")
+    disk = tmp_path / "disk"
+    disk.write_bytes(random.Random(8).randbytes(SIZE))
+    fault = (
+        "inject-error.0.event=none,inject-error.0.iotype=read,inject-error.0.sector=16,inject-error.0.once=on"
+    )
+    words = [file_node(disk), f"blkdebug,node-name=bad,image=disk,{fault}"]
+    async with QemuStorage(tmp_path, words, export="bad") as daemon, opened(daemon.path) as bdev:
+        buffer = aligned_buffer(4096)
+        await bdev.read_into(0, [buffer], soon())
+        assert (await failure_of(bdev.read_into(8192, [buffer], soon()))).status == "io_error"
+        await bdev.read_into(8192, [buffer], soon())
+        assert buffer == disk.read_bytes()[8192:12288]
+
+
+async def test_qemu_not_writable_is_refused_in_words(tmp_path: Path) -> None:
+    if QEMU_STORAGE_DAEMON is None:
+        pytest.skip("qemu-storage-daemon is not installed (Debian package qemu-system-common)")
+    (tmp_path / "disk").write_bytes(bytes(SIZE))
+    async with QemuStorage(tmp_path, [file_node(tmp_path / "disk")], is_writable=False) as daemon:
+        assert "read-only" in str(await failure_of(VhostUserBdev.open(daemon.path)))
 
 
 async def test_qemu_restarted_with_a_larger_disk_is_seen(daemon: QemuStorage, tmp_path: Path) -> None:

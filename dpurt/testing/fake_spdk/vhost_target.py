@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import mmap
 import os
+import random
 import selectors
 import signal
 import socket
@@ -93,10 +94,11 @@ class FakeVhostTarget:
         self.num_to_fail = 0
         self.num_to_corrupt = 0
         self.die_after = 0
-        self.lie: str | None = None  # "unknown", "twice" or "jump": about the next request
+        self.lie: str | None = None  # "unknown", "twice", "jump" or "noise": about the next request
         self.garble: Callable[[int, bytes], bytes | None] = lambda request, reply: reply
         self.num_kicks = self.num_requests = self.num_sessions = 0
         self.requests: list[int] = []
+        self._noise = random.Random(1)
         self._is_polling = is_polling
         self._features = _BASE_FEATURES | (1 << 1 if size_max else 0) | (1 << 5 if is_read_only else 0)
         self._features |= 1 << 13 if has_discard else 0
@@ -381,6 +383,9 @@ class FakeVhostTarget:
         if lie == "jump":
             ring.done = (ring.done + 1000) & 0xFFFF
             _INDEX.pack_into(ring.at(ring.used + 2, 2), 0, ring.done)
+        if lie == "noise":
+            length = 4 + 8 * ring.size
+            ring.at(ring.used, length)[:] = self._noise.randbytes(length)
         with contextlib.suppress(OSError):
             os.eventfd_write(ring.call, 1)
 
