@@ -379,7 +379,7 @@ async def test_noise_in_the_used_ring_never_harms_more_than_the_session(
             target.lie = "noise"
             with contextlib.suppress(BdevError):
                 await bdev.read_into(0, [region.view[:4096]], soon(0.02))
-            await until(lambda nth=nth: bdev.reconnects == nth)  # type: ignore[misc]
+            await until(lambda nth=nth: bdev.stats.reconnects == nth)  # type: ignore[misc]
             into = region.view[nth * 4096 : (nth + 1) * 4096]
             await bdev.read_into(8192, [into], soon())
             assert into == target.image[8192:12288]
