@@ -7,6 +7,7 @@ A block that also has a whole copy in staging only loses its extent. Called by t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from .storage import StorageAgent
 log = structlog.get_logger()
 OWNER = 0  # of the leases reclaim takes while it copies; scopes count from 1
 HELD_UP_S = 0.005
+BATCH = 16
 HOT_SHARE = 0.5  # at most this share of a segment is carried on, hottest first
 
 
@@ -108,33 +110,47 @@ class Reclaimer:
             return
         count = min(reclaim.reappend_bytes // reclaim.record_bytes, int(len(found.ids) * HOT_SHARE))
         hottest = np.lexsort((state.index.table.depth[found.ids], -found.last_use))[:count]
-        for row in hottest.tolist():
-            await self._append_again(
-                state, int(found.ids[row]), int(found.shards[row]), int(found.extents[row])
-            )
+        for at in range(0, len(hottest), BATCH):
+            rows = hottest[at : at + BATCH]
+            for shard in np.unique(found.shards[rows]).tolist():
+                chosen = rows[found.shards[rows] == shard]
+                if not await self._append_again(
+                    state, found.ids[chosen], shard, found.extents[chosen].tolist()
+                ):
+                    return
 
-    async def _append_again(self, state: SpaceState, block_id: int, shard: int, extent: int) -> None:
-        handle = state.handle(block_id)
+    async def _append_again(
+        self, state: SpaceState, ids: NDArray[np.int64], shard: int, extents: Sequence[int]
+    ) -> bool:
+        """Carry these blocks on, as far as they can be read. False: there is no room for any more."""
+        handles = state.index.handles(ids.astype(np.int32)).tolist()
         deadline = trio.current_time() + self._storage.deadline_s
-        [got] = await self._staging.acquire(
-            state, [handle], shard, state.layout.all_parts, OWNER, OWNER, None, deadline
+        got = await self._staging.acquire(
+            state, handles, shard, state.layout.all_parts, OWNER, OWNER, None, deadline
         )
-        if got.status != "ok":
-            return
+        good = [i for i, one in enumerate(got) if one.status == "ok"]
         try:
-            image = state.slab.image(got.slot)
-            [place] = await self._storage.store.append(
-                state.layout, [image], deadline=deadline, is_reappend=True
+            if not good:
+                return True
+            images = [state.slab.image(got[i].slot) for i in good]
+            places = await self._storage.store.append(
+                state.layout, images, deadline=deadline, is_reappend=True
             )
         except (StoreFull, BdevError):
-            return
+            return False
         finally:
-            self._staging.drop_leases([got])
-        if state.block_id(handle) == block_id and state.extent_of(block_id, shard) == extent:
+            self._staging.drop_leases(got)
+        for i, place in zip(good, places, strict=True):
+            self._moved(state, handles[i], shard, extents[i], place)
+        return True
+
+    def _moved(self, state: SpaceState, handle: int, shard: int, extent: int, place: int) -> None:
+        block_id = state.block_id(handle)
+        if block_id >= 0 and state.extent_of(block_id, shard) == extent:
             state.index.clear_extent(block_id, shard)
             state.index.set_extent(block_id, shard, place)
             self.carried += 1
-        else:
+        else:  # dropped meanwhile
             self._storage.store.forget(place)
 
     def _let_go(self, found: _Found, reason: str, detail: str) -> None:
