@@ -125,15 +125,11 @@ def rdma() -> Finding:
 
 
 def spdk() -> Finding:
-    # A folder named spdk makes `import spdk` succeed; only the client module proves the package.
-    client, target = _can_import("spdk.rpc.client"), shutil.which("spdk_tgt")
-    parts = [
-        "client package " + ("installed" if client else "not installed"),
-        f"spdk_tgt {target}" if target else "no spdk_tgt in PATH",
-    ]
-    return Finding(
-        "spdk", "off", f"{'; '.join(parts)}; dpurt has no SPDK bdev yet, it uses files and devices"
-    )
+    target = os.environ.get("DPURT_SPDK_TGT") or shutil.which("spdk_tgt")
+    if target is not None:
+        return Finding("spdk", "ok", f"{target}; dpurt spdk up starts it, or attaches to one that runs")
+    detail = "no spdk_tgt in PATH or DPURT_SPDK_TGT; one that runs is reached by its RPC socket (dpurt spdk status --rpc PATH)"
+    return Finding("spdk", "off", detail)
 
 
 def _can_import(module: str) -> bool:
