@@ -164,7 +164,10 @@ async def test_a_served_node_is_killed_and_started_again_under_a_client_that_rec
                 for _ in range(kills):
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(host.run)
-                        await trio.sleep(0.4)
+                        aim = len(host.stored) + 12
+                        while len(host.stored) < aim:  # noqa: ASYNC110
+                            await trio.sleep(0.01)
+                        await trio.sleep(0.25)  # for the last of them to reach the device
                         killed_at = trio.current_time()
                         await trio.to_thread.run_sync(process.kill)
                         await trio.to_thread.run_sync(process.start)
