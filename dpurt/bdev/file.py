@@ -27,9 +27,9 @@ from pathlib import Path
 
 import trio
 
-from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
+from dpurt.bdev import BdevInfo
 from dpurt.bdev.linux_aio import FDSYNC, PREADV, PWRITEV, AioContext
-from dpurt.bdev.operation_queue import Operation, OperationQueue
+from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
 from dpurt.errors import BdevError
 
 __all__ = ["FileBdev"]
@@ -48,7 +48,7 @@ class _OpenedFile:
     buffered_reason: str | None
 
 
-class FileBdev:
+class FileBdev(QueuedBdev):
     """See `Bdev`. Make one with `await FileBdev.open(...)`."""
 
     def __init__(self, info: BdevInfo, opened: _OpenedFile) -> None:
@@ -108,30 +108,6 @@ class FileBdev:
             raise BdevError(info.name, "open", 0, 0, "io_error", str(error)) from error
         trio.lowlevel.spawn_system_task(bdev._reap)
         return bdev
-
-    @property
-    def stats(self) -> BdevStats:
-        return self._queue.stats
-
-    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self._queue.read(offset, buffers, deadline)
-
-    async def write_from(
-        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
-    ) -> None:
-        await self._queue.write(offset, buffers, deadline)
-
-    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
-        await self._queue.run("deallocate", offset, length, (), deadline)
-
-    async def flush(self, deadline: float) -> None:
-        await self._queue.run("flush", 0, 0, (), deadline)
-
-    async def drain(self) -> None:
-        await self._queue.drain()
 
     async def aclose(self) -> None:
         if self._is_closed:

@@ -6,13 +6,9 @@ device over the same image is a restart. Faults are injected from outside by `dp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import trio
-
-from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
+from dpurt.bdev import BdevInfo
 from dpurt.bdev.buffers import aligned_buffer
-from dpurt.bdev.operation_queue import Operation, OperationQueue
+from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
 
 __all__ = ["MemoryBdev", "copy_operation"]
 
@@ -33,7 +29,7 @@ def copy_operation(image: memoryview, operation: Operation) -> None:
         image[operation.offset : operation.offset + operation.length] = bytes(operation.length)
 
 
-class MemoryBdev:
+class MemoryBdev(QueuedBdev):
     """See `Bdev`. `image` may be handed in to reopen an old device; its length is the size."""
 
     def __init__(
@@ -58,33 +54,9 @@ class MemoryBdev:
         )
         self._queue = OperationQueue(self.info, self._launch)
 
-    @property
-    def stats(self) -> BdevStats:
-        return self._queue.stats
-
     def _launch(self, operation: Operation) -> None:
         copy_operation(self.image, operation)
         self._queue.answer(operation)
-
-    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self._queue.read(offset, buffers, deadline)
-
-    async def write_from(
-        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
-    ) -> None:
-        await self._queue.write(offset, buffers, deadline)
-
-    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
-        await self._queue.run("deallocate", offset, length, (), deadline)
-
-    async def flush(self, deadline: float) -> None:
-        await self._queue.run("flush", 0, 0, (), deadline)
-
-    async def drain(self) -> None:
-        await self._queue.drain()
 
     async def aclose(self) -> None:
         self._queue.close()

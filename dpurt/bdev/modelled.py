@@ -7,20 +7,18 @@ abandoned operation still lands late, as on a real device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import trio
 
-from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
+from dpurt.bdev import BdevInfo
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.memory import copy_operation
-from dpurt.bdev.operation_queue import Operation, OperationQueue
+from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
 from dpurt.core.device_model import DeviceModel, DeviceProfile
 
 __all__ = ["ModelledBdev"]
 
 
-class ModelledBdev:
+class ModelledBdev(QueuedBdev):
     """See `Bdev`."""
 
     def __init__(
@@ -48,10 +46,6 @@ class ModelledBdev:
         self._model = DeviceModel(profile, seed)
         self._queue = OperationQueue(self.info, self._launch)
 
-    @property
-    def stats(self) -> BdevStats:
-        return self._queue.stats
-
     def _launch(self, operation: Operation) -> None:
         length = 0 if operation.kind == "deallocate" else operation.length
         done = self._model.completion(trio.current_time(), length, is_write=operation.kind != "read")
@@ -61,26 +55,6 @@ class ModelledBdev:
         await trio.sleep_until(done)
         copy_operation(self.image, operation)
         self._queue.answer(operation)
-
-    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self._queue.read(offset, buffers, deadline)
-
-    async def write_from(
-        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
-    ) -> None:
-        await self._queue.write(offset, buffers, deadline)
-
-    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
-        await self._queue.run("deallocate", offset, length, (), deadline)
-
-    async def flush(self, deadline: float) -> None:
-        await self._queue.run("flush", 0, 0, (), deadline)
-
-    async def drain(self) -> None:
-        await self._queue.drain()
 
     async def aclose(self) -> None:
         self._queue.close()

@@ -30,9 +30,9 @@ from typing import Generic, TypeVar
 
 import trio
 
-from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
+from dpurt.bdev import BdevInfo
 from dpurt.bdev.nvme_association import Association, Connection, Transport
-from dpurt.bdev.operation_queue import Operation, OperationQueue
+from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
 from dpurt.errors import BdevError
 from dpurt.wire import nvme
 from dpurt.wire.nvme import IdentifyNamespace
@@ -82,7 +82,7 @@ class _Path(Generic[Address]):
         self.ended = trio.Event()
 
 
-class NvmeBdev(Generic[Address]):
+class NvmeBdev(QueuedBdev, Generic[Address]):
     """See `Bdev`. Subclasses give the transport and `open`."""
 
     def __init__(
@@ -113,33 +113,9 @@ class NvmeBdev(Generic[Address]):
         self.info = BdevInfo(label, transport.kind, 0, 512, 1, _MAX_TRANSFER_BYTES, _OPTIMAL_BYTES, 1)
         self._queue = OperationQueue(self.info, self._launch, self._expired)
 
-    @property
-    def stats(self) -> BdevStats:
-        return self._queue.stats
-
     def path_states(self) -> dict[str, str]:
         """For people: each path's address and how it is."""
         return {str(path.address): _describe(path) for path in self._paths}
-
-    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self._queue.read(offset, buffers, deadline)
-
-    async def write_from(
-        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
-    ) -> None:
-        await self._queue.write(offset, buffers, deadline)
-
-    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
-        await self._queue.run("deallocate", offset, length, (), deadline)
-
-    async def flush(self, deadline: float) -> None:
-        await self._queue.run("flush", 0, 0, (), deadline)
-
-    async def drain(self) -> None:
-        await self._queue.drain()
 
     async def aclose(self) -> None:
         if self._is_closed:

@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
-from dpurt.bdev import BdevInfo, BdevStats
+from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
 from dpurt.bdev.buffers import address_of, total_bytes
 from dpurt.errors import BdevError, BdevTimeout
 
-__all__ = ["Operation", "OperationQueue"]
+__all__ = ["Operation", "OperationQueue", "QueuedBdev"]
 
 _MAX_STALE = 64  # deadlines of answered operations kept, to clear them out many at a time
 
@@ -279,6 +279,36 @@ class OperationQueue:
             if size % info.block_size or address % info.buffer_align:
                 return "unaligned", _misalignment(info, operation.buffers)
         return None
+
+
+class QueuedBdev:
+    """The methods of a `Bdev` that are its queue's. A backend gives `_queue`, and the rest of the Protocol."""
+
+    _queue: OperationQueue
+
+    @property
+    def stats(self) -> BdevStats:
+        return self._queue.stats
+
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        await trio.lowlevel.checkpoint()  # for a backend that needs to be told nothing
+
+    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
+        await self._queue.read(offset, buffers, deadline)
+
+    async def write_from(
+        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
+    ) -> None:
+        await self._queue.write(offset, buffers, deadline)
+
+    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
+        await self._queue.run("deallocate", offset, length, (), deadline)
+
+    async def flush(self, deadline: float) -> None:
+        await self._queue.run("flush", 0, 0, (), deadline)
+
+    async def drain(self) -> None:
+        await self._queue.drain()
 
 
 def _misalignment(info: BdevInfo, buffers: Sequence[memoryview]) -> str:

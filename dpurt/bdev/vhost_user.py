@@ -35,9 +35,9 @@ from pathlib import Path
 
 import trio
 
-from dpurt.bdev import BdevInfo, BdevStats, DeviceMemory
+from dpurt.bdev import BdevInfo, DeviceMemory
 from dpurt.bdev.memory_fence import load_fence
-from dpurt.bdev.operation_queue import Operation, OperationQueue
+from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
 from dpurt.bdev.vhost_memory import BOUNCE_CHUNK_BYTES, Transfer, TransferLimits, plan
 from dpurt.bdev.vhost_ring import BlkRing
 from dpurt.bdev.vhost_session import Session, SessionWishes
@@ -65,7 +65,7 @@ class _Request:
     transfer: Transfer | None = None
 
 
-class VhostUserBdev:
+class VhostUserBdev(QueuedBdev):
     """See `Bdev`. Make one with `await VhostUserBdev.open(...)`. `stats.reconnects` counts the sessions after the first."""
 
     def __init__(
@@ -120,10 +120,6 @@ class VhostUserBdev:
         trio.lowlevel.spawn_system_task(bdev._live)
         return bdev
 
-    @property
-    def stats(self) -> BdevStats:
-        return self._queue.stats
-
     async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
         """The device reaches this memory from now on, over reconnects too. What a back end cannot take beside
         the rest is reached by copies; `info.detail["copied_memory"]` counts those.
@@ -140,23 +136,6 @@ class VhostUserBdev:
             detail = str(problem or "not taken before the deadline")
             status = "closed" if self._is_closed else "unavailable"
             raise BdevError(self.info.name, "add_memory", 0, memory.length, status, detail) from problem
-
-    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self._queue.read(offset, buffers, deadline)
-
-    async def write_from(
-        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
-    ) -> None:
-        await self._queue.write(offset, buffers, deadline)
-
-    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
-        await self._queue.run("deallocate", offset, length, (), deadline)
-
-    async def flush(self, deadline: float) -> None:
-        await self._queue.run("flush", 0, 0, (), deadline)
-
-    async def drain(self) -> None:
-        await self._queue.drain()
 
     async def aclose(self) -> None:
         with trio.CancelScope(shield=True):

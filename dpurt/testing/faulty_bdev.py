@@ -6,15 +6,14 @@ by `resume()`, so its late write into the caller's buffer really happens, as wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import trio
 
-from dpurt.bdev import Bdev, BdevInfo, BdevStats, DeviceMemory
+from dpurt.bdev import Bdev, BdevInfo, DeviceMemory
 from dpurt.bdev.buffers import aligned_buffer
-from dpurt.bdev.operation_queue import Operation, OperationQueue
+from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
 from dpurt.errors import BdevError
 
 __all__ = ["Fault", "FaultyBdev"]
@@ -44,7 +43,7 @@ class Fault:
         return self.at is None or operation.offset <= self.at < operation.offset + operation.length
 
 
-class FaultyBdev:
+class FaultyBdev(QueuedBdev):
     """See `Bdev`. Wraps, and closes, another one."""
 
     def __init__(self, inner: Bdev) -> None:
@@ -69,10 +68,6 @@ class FaultyBdev:
     @property
     def info(self) -> BdevInfo:
         return self.inner.info
-
-    @property
-    def stats(self) -> BdevStats:
-        return self._queue.stats
 
     def _launch(self, operation: Operation) -> None:
         fault = next((f for f in self._faults if f.fits(operation)), None)
@@ -119,23 +114,6 @@ class FaultyBdev:
 
     async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
         await self.inner.add_memory(memory, deadline)
-
-    async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self._queue.read(offset, buffers, deadline)
-
-    async def write_from(
-        self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
-    ) -> None:
-        await self._queue.write(offset, buffers, deadline)
-
-    async def deallocate(self, offset: int, length: int, deadline: float) -> None:
-        await self._queue.run("deallocate", offset, length, (), deadline)
-
-    async def flush(self, deadline: float) -> None:
-        await self._queue.run("flush", 0, 0, (), deadline)
-
-    async def drain(self) -> None:
-        await self._queue.drain()
 
     async def aclose(self) -> None:
         self._queue.close()
