@@ -198,6 +198,10 @@ KV_MODELS = {
                 "1.20 and 9.62 GiB at 128K and 1M are GiB, although the article writes GB for the first",
                 "in FP8 the rope part stays at two bytes and the indexer goes to FP4: 0.502x of BF16, "
                 "the article's half",
+                "the article leaves out the windows of 128 raw entries a layer, 8 MB a request: 0.30 GiB at "
+                "32K is 0.31 with them",
+                "the article's requests per B300 (333/83/41/20/10 in BF16, 666/166/83/41/20 in FP8) are of a "
+                "budget of 100 and rounded sizes, where its text has 108 to 110 GB; 110 / 0.30 is 366",
             ),
         ),
         KvModel(

@@ -90,14 +90,18 @@ def _weka(path: Path, how: Reading, shape: Shape | None) -> Trace:
     starts = weka.poisson_starts(how.seed) if shape is None else repeated(shape)
     block_tokens = how.block_tokens or weka.BLOCK_TOKENS
     requests = weka.read_weka(path, starts, block_tokens)
-    when = f"Poisson, one in {weka.SESSION_GAP_S:g} s" if shape is None else str(how.arrivals)
+    when = how.arrivals.name if how.arrivals else f"Poisson, one in {weka.SESSION_GAP_S:g} s"
     return Trace(
         file=path.name,
         format="weka",
         block_tokens=block_tokens,
         is_chained=True,
         requests=list(islice(requests, how.limit)),
-        model=(f"session starts: {when}", "sessions with equal tools share their blocks"),
+        model=(
+            f"session starts: {when}",
+            f"each session's first {weka.SESSION_S:g} s",
+            "sessions with equal tools share their blocks",
+        ),
     )
 
 
@@ -118,7 +122,7 @@ def _requests(path: Path, name: str, how: Reading, shape: Shape | None) -> Trace
         block_tokens=how.block_tokens or own_tokens,
         is_chained=is_chained,
         requests=requests,
-        model=() if shape is None else (f"arrivals: {how.arrivals}",),
+        model=(f"arrivals: {how.arrivals.name}",) if how.arrivals else (),
     )
 
 

@@ -38,6 +38,17 @@ def untimed_hit_rate(requests: Sequence[Request], eviction: str, capacity: int) 
     return hits / references if references else 0.0
 
 
+def ideal_hit_rate(requests: Sequence[Request]) -> float:
+    """The rate of a cache that keeps everything: the ceiling of all others."""
+    seen: set[int] = set()
+    hits = references = 0
+    for request in requests:
+        references += len(request.blocks)
+        hits += _leading(request.blocks, seen)
+        seen.update(request.blocks)
+    return hits / references if references else 0.0
+
+
 def _leading(blocks: Sequence[int], cached: set[int]) -> int:
     return next((i for i, block in enumerate(blocks) if block not in cached), len(blocks))
 

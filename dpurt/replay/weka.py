@@ -2,11 +2,11 @@
 
 A session has ``id``, ``block_size``, ``tool_tokens``, ``system_tokens`` and ``requests``, each with ``t`` (s from the
 session's start), ``agent`` (0: the main thread), ``model``, ``input_length``, ``output_length``, ``stop``, ``api_time``,
-``think_time`` (s) and ``hash_runs``, (first id, count) pairs. Ids are chained, local to the session, one per full block.
+``think_time`` (s or null) and ``hash_runs``, (first id, count) pairs. Ids are chained, local to the session, one per full block.
 
 Two things are *our model*, not recorded: when sessions start (a Poisson process, or a load shape) and what they
-share: sessions with the same `tool_tokens` and model have the blocks of their tools in common. Sessions start in the
-file's order and are read as they start, so a limit reads no more of the file than it needs.
+share: sessions with the same `tool_tokens` and model have the blocks of their tools in common. Of each session the first
+`SESSION_S` are kept. Sessions start in the file's order and are read as they start, so a limit reads no more of the file than it needs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from dpurt.replay.blocks import group_ends
 from dpurt.replay.lines import Count, Seconds, read_json_lines
 from dpurt.replay.trace import Request
 
-__all__ = ["BLOCK_TOKENS", "SESSION_GAP_S", "WekaSession", "poisson_starts", "read_weka"]
+__all__ = ["BLOCK_TOKENS", "SESSION_GAP_S", "SESSION_S", "WekaSession", "poisson_starts", "read_weka"]
 
 BLOCK_TOKENS = 512  # of the requests we give: the file's smaller blocks are grouped
 SESSION_GAP_S = 30.0
+SESSION_S = 7200.0  # of each session: they last for days, mostly idle
 
 K = TypeVar("K")
 _Length = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
@@ -43,8 +44,8 @@ class WekaRequest(msgspec.Struct, frozen=True):
     input_length: Count
     output_length: Count
     stop: str
-    api_time: Seconds
-    think_time: float
+    api_time: Seconds | None
+    think_time: float | None
     hash_runs: tuple[tuple[Count, _Length], ...]
 
 
@@ -66,7 +67,7 @@ def poisson_starts(seed: int) -> Iterator[float]:
 
 
 def read_weka(
-    path: Path, starts: Iterable[float], block_tokens: int = BLOCK_TOKENS, session_s: float = float("inf")
+    path: Path, starts: Iterable[float], block_tokens: int = BLOCK_TOKENS, session_s: float = SESSION_S
 ) -> Iterator[Request]:
     """The requests of all sessions in order of time, of each its first `session_s` seconds. Raises ConfigError from
     the iterator."""
