@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     scenarios = scenarios_of(args, trace)
     runs = [Run(policy.name, scenario) for scenario in scenarios for policy in policies]
     journal = None if args.resume is None else Journal(args.resume, args.file, reading)
-    with closing(journal) if journal is not None else nullcontext():
+    with journal or nullcontext():
         results = sweep(trace, args.file, reading, runs, args.jobs or _jobs(trace, len(runs)), journal)
     _write(args.json, scenarios, list(_compared(results, len(policies), trace)))
     return 0

@@ -9,6 +9,7 @@ it is not repeated. A last line torn by an interruption is dropped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import queue
 import subprocess
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
 
@@ -27,7 +29,7 @@ from dpurt.replay.formats import Reading
 from dpurt.replay.policies import POLICIES
 from dpurt.replay.report import Result
 from dpurt.replay.trace import Trace
-from dpurt.replay.worker import Answer, Run, Task
+from dpurt.replay.worker import Answer, Run, Task, every
 
 __all__ = ["Journal", "WORTH_A_PROCESS", "sweep"]
 
@@ -68,7 +70,12 @@ class Journal:
             self._file.write(entry + b"\n")
             self._file.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def _key(self, run: Run) -> str:
@@ -140,13 +147,9 @@ class _Here:
         requests = self.trace.requests
         step = max(1, len(requests) // 100)
         for number, run in runs.items():
-
-            def arrived(count: int, number: int = number) -> None:
-                if count % step == 0:
-                    done.update(number, count)
-
-            yield number, replay(requests, POLICIES[run.policy], run.scenario, arrived)
-            done.update(number, len(requests))
+            update = functools.partial(done.update, number)
+            yield number, replay(requests, POLICIES[run.policy], run.scenario, every(step, update))
+            update(len(requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +161,13 @@ class _Processes:
     jobs: int
 
     def run(self, runs: dict[int, Run], done: _Done) -> Iterator[tuple[int, Result]]:
-        todo: queue.SimpleQueue[tuple[int, Run]] = queue.SimpleQueue()
+        todo: _Todo = queue.SimpleQueue()
         for numbered in runs.items():
             todo.put(numbered)
-        finished: queue.SimpleQueue[tuple[int, Result] | BaseException] = queue.SimpleQueue()
+        finished: _Finished = queue.SimpleQueue()
         with contextlib.ExitStack() as stack:
             for _ in range(min(self.jobs, len(runs))):
-                worker = stack.enter_context(_worker(self.path, self.reading))
-                threading.Thread(target=_feed, args=(worker, todo, finished, done), daemon=True).start()
+                stack.enter_context(_worker(Task(str(self.path), self.reading), todo, finished, done))
             for _ in runs:
                 answer = finished.get()
                 if isinstance(answer, BaseException):
@@ -173,18 +175,22 @@ class _Processes:
                 yield answer
 
 
+_Todo = queue.SimpleQueue[tuple[int, Run]]
+_Finished = queue.SimpleQueue[tuple[int, Result] | BaseException]
+
+
 @contextlib.contextmanager
-def _worker(path: Path, reading: Reading) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has been told its trace. It ends with the context, finished or not."""
+def _worker(task: Task, todo: _Todo, finished: _Finished, done: _Done) -> Iterator[None]:
+    """A process and the thread that feeds it. Both end with the context, finished or not."""
     command = [sys.executable, "-m", "dpurt.replay.worker"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        with contextlib.suppress(BrokenPipeError):  # its answer says why
-            _send(process, Task(str(path), reading))
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        feeder = threading.Thread(target=_feed, args=(process, task, todo, finished, done))
+        feeder.start()
+        try:
+            yield
+        finally:
+            process.kill()
+            feeder.join()
 
 
 def _send(process: subprocess.Popen[bytes], message: Task | Run) -> None:
@@ -194,17 +200,17 @@ def _send(process: subprocess.Popen[bytes], message: Task | Run) -> None:
 
 
 def _feed(
-    process: subprocess.Popen[bytes],
-    todo: queue.SimpleQueue[tuple[int, Run]],
-    finished: queue.SimpleQueue[tuple[int, Result] | BaseException],
-    done: _Done,
+    process: subprocess.Popen[bytes], task: Task, todo: _Todo, finished: _Finished, done: _Done
 ) -> None:
     """Give runs to one worker until there are none. What goes wrong is the sweep's to raise."""
     try:
+        with contextlib.suppress(BrokenPipeError):  # its answer, or the lack of one, says why
+            _send(process, task)
         while True:
             number, run = todo.get_nowait()
-            _send(process, run)
-            result = _result(process, lambda arrived, n=number: done.update(n, arrived))  # type: ignore[misc]
+            with contextlib.suppress(BrokenPipeError):
+                _send(process, run)
+            result = _result(process, functools.partial(done.update, number))
             finished.put((number, result))
     except queue.Empty:
         return

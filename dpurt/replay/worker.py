@@ -20,7 +20,7 @@ from dpurt.replay.formats import Reading, read_trace
 from dpurt.replay.policies import POLICIES
 from dpurt.replay.report import Result
 
-__all__ = ["Answer", "Run", "Task", "work"]
+__all__ = ["Answer", "Run", "Task", "every", "work"]
 
 TELLS_PER_RUN = 50
 
@@ -61,18 +61,20 @@ def work(tasks: TextIO, answers: TextIO) -> None:
         tell(Answer(error=str(error)))
         return
     step = max(1, len(trace.requests) // TELLS_PER_RUN)
+    arrived = every(step, lambda done: tell(Answer(arrived=done)))
     for line in tasks:
         run = msgspec.json.decode(line, type=Run)
-        result = replay(trace.requests, POLICIES[run.policy], run.scenario, _every(step, tell))
-        tell(Answer(result=result))
+        tell(Answer(result=replay(trace.requests, POLICIES[run.policy], run.scenario, arrived)))
 
 
-def _every(step: int, tell: Callable[[Answer], None]) -> Callable[[int], None]:
-    def arrived(done: int) -> None:
+def every(step: int, tell: Callable[[int], None]) -> Callable[[int], None]:
+    """`tell` at each `step`-th number only."""
+
+    def counted(done: int) -> None:
         if done % step == 0:
-            tell(Answer(arrived=done))
+            tell(done)
 
-    return arrived
+    return counted
 
 
 if __name__ == "__main__":
