@@ -256,4 +256,6 @@ def _shown(name: str, value: object) -> str:
         return f"{value / 1e9:.2f} GB/s"
     if "bytes" in name and value >= 1e6:
         return f"{value / 1e9:.2f} GB ({value / GIB:.2f} GiB)"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:,.0f}" if value >= 10_000 else f"{value:,.4g}"
+    return f"{value:,.0f}"
