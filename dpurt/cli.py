@@ -29,6 +29,8 @@ COMMANDS = {
     "serve": ("dpurt.commands.serve", "run one node"),
     "demo": ("dpurt.commands.demo", "see it work: nodes, hosts and real bytes on this machine"),
     "replay": ("dpurt.replay.cli", "compare prefetch policies on a request trace"),
+    "compare": ("dpurt.commands.compare", "two reports of replay side by side"),
+    "size": ("dpurt.commands.size", "how much KV, staging, bandwidth and money a load needs"),
     "stats": ("dpurt.commands.stats", "a running node's counters"),
     "explain": ("dpurt.commands.explain", "why blocks were hits or misses"),
     "epoch": ("dpurt.commands.epoch", "make all blocks of old weights unreachable"),

@@ -1,10 +1,12 @@
-"""How long a device takes: the queueing model behind the `modelled` bdev and the replay. Pure; `now` is
-handed in.
+"""How long a device takes: the one model behind the `modelled` bdev and the replay. Pure; `now` is handed in.
 
 The model is a *latency* stage with `queue_depth` servers, each operation holding one for the access latency
 (with a long tail now and then), beside one shared *transfer* stage at the device's bandwidth, booked in order
 of arrival. So a deep queue of large reads runs at the bandwidth, a single small read takes the latency, and
 one slow access does not hold up the others. Deterministic by seed.
+
+Who goes first is not decided here: operations are booked as they come (see `dpurt.core.device_queue`). What
+devices there are is in `dpurt.core.device_profiles`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ __all__ = ["DeviceModel", "DeviceProfile"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
     """What a device can do. `tail_probability` of operations take `tail_factor` times the latency; jitter is
-    +-fraction.
+    +-fraction. `source` says where the figures come from.
     """
 
     name: str
@@ -31,6 +33,7 @@ class DeviceProfile:
     jitter: float = 0.1
     tail_probability: float = 0.0
     tail_factor: float = 10.0
+    source: str = ""
 
     def __post_init__(self) -> None:
         if min(self.read_latency_s, self.write_latency_s) < 0:

@@ -27,6 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from dpurt.core.arbiter import Arbiter, Budget
+from dpurt.core.device_model import DeviceProfile
+from dpurt.core.device_profiles import DEVICES
+from dpurt.core.device_queue import DeviceQueue, Read
 from dpurt.core.events import (
     Arrived,
     Consumed,
@@ -42,16 +45,17 @@ from dpurt.core.events import (
 )
 from dpurt.core.ledger import Ledger
 from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
-from dpurt.replay.device import DEVICES, DeviceProfile, ModelledDevice, Read
 from dpurt.replay.future import Future
 from dpurt.replay.hits import capacity_blocks, untimed_hit_rate
 from dpurt.replay.policies import Oracle, Policy, make_eviction, make_predictors
 from dpurt.replay.report import Result, percentile, prefetch_figures
+from dpurt.replay.slices import TimeSlice, TimeSlices
 from dpurt.replay.staging import ReplayStaging, always
 from dpurt.replay.trace import Request
 
 OWNER = Owner("trace", "trace")
 SOURCES = ("staging", "prefetched", "in_flight", "nvme", "recomputed")
+HITS = SOURCES[:2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,8 @@ class Scenario:
     """Everything a replay depends on but trace and policy.
 
     The block is 512 tokens of a 70B GQA model in FP8 (160 KiB a token); the link is 200 Gb/s;
-    `prefetch_share` is the part of staging that prefetch may hold unused.
+    `prefetch_share` is the part of staging that prefetch may hold unused. The first `warmup_share` of the requests
+    runs like the rest but is not counted in rates and times; the ledger's figures and bytes read are of the whole.
     """
 
     staging_share: float = 0.05
@@ -75,11 +80,14 @@ class Scenario:
     prefetch_share: float = 0.5
     min_probability: float = 0.05
     horizon_s: float = 120.0
+    warmup_share: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.staging_share <= 1 or not 0 <= self.prefetch_share <= 1:
             raise ValueError("staging_share must lie in (0, 1] and prefetch_share in [0, 1]")
+        if not 0 <= self.warmup_share < 1:
+            raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
         if self.hosts < 1 or self.block_bytes < 1 or self.block_tokens < 1:
             raise ValueError("hosts, block_bytes and block_tokens must be >= 1")
         if min(self.prefill_tokens_per_s, self.link_bytes_per_s, self.decode_step_s) <= 0:
@@ -88,11 +96,12 @@ class Scenario:
 
 @dataclass(slots=True)
 class _Turn:
-    """One request on its way through a host."""
+    """One request on its way through a host. `time_slice` None: it belongs to the warm-up."""
 
     number: int
     request: Request
     matched: int
+    time_slice: TimeSlice | None
     cursor: int = 0
     started_at: float = 0.0
     asked_at: float = 0.0
@@ -105,7 +114,9 @@ class _Counts:
     blocks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     references: int = 0
+    reusable_at_match: int = 0
     at_match: int = 0
+    leading_at_match: int = 0
     no_room: int = 0
     stall_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
@@ -135,7 +146,8 @@ class _Run:
         self.scenario = scenario
         self.capacity = capacity_blocks(requests, scenario.staging_share)
         self.counts = _Counts()
-        self.device = ModelledDevice(scenario.device, scenario.seed)
+        self.slices = TimeSlices([r.timestamp_s for r in requests], scenario.warmup_share)
+        self.device = DeviceQueue(scenario.device, scenario.seed)
         self.core: PrefetchCore | None = None
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], object]] = []
@@ -151,7 +163,7 @@ class _Run:
         self._read_of_job: dict[int, Read] = {}
         self._has_place: set[int] = set()  # blocks being read for which staging has a place
         self._asking: dict[int, list[_Turn]] = {}
-        self._shared_reads = 0  # waits served by a read another wait has paid for
+        self._useful_reads = 0  # reads some host waited for, and prefetches used
         self._load_s = scenario.block_bytes / scenario.link_bytes_per_s
         self._recompute_s = scenario.block_tokens / scenario.prefill_tokens_per_s
         self._future = Future(requests) if policy.is_clairvoyant else None
@@ -173,14 +185,14 @@ class _Run:
         scenario = self.scenario
         device = scenario.device
         budget = Budget(
-            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+            bandwidth_bytes_per_s=device.read_bytes_per_s,
             staging_bytes=int(self.capacity * scenario.prefetch_share) * scenario.block_bytes,
             queue_depth=scenario.prefetch_queue_depth,
-            latency_s=device.latency_s,
+            latency_s=device.read_latency_s,
             min_probability=scenario.min_probability,
         )
         arbiter = Arbiter(budget)
-        block_s = max(self._load_s, scenario.block_bytes / device.bandwidth_bytes_per_s)
+        block_s = max(self._load_s, scenario.block_bytes / device.read_bytes_per_s)
         predictors = make_predictors(self.policy, scenario.lookahead_blocks, block_s)
         if self._future is not None:
             self._oracle = Oracle(self._future, self.staging, self.where, lambda: not arbiter.num_waiting)
@@ -273,16 +285,28 @@ class _Run:
 
     def _arrive(self, number: int, request: Request) -> None:
         matched = self._match(request.blocks)
-        self.counts.references += len(request.blocks)
-        if self.policy.eviction is not None:
-            self.counts.at_match += self.staging.leading(request.blocks)
-        turn = _Turn(number, request, matched)
+        turn = _Turn(number, request, matched, self.slices.of(number))
+        self._count_match(turn)
         self._open_turns += 1
         self._queue.append(turn)
         ahead = len(self._queue) - self._free_hosts
         expected_start = self._now + max(0, ahead) * self._service_s / self.scenario.hosts
         self._tell(Arrived(number, OWNER, request.blocks[:matched], expected_start))
         self._next_turn()
+
+    def _count_match(self, turn: _Turn) -> None:
+        if turn.time_slice is None:
+            return
+        blocks, counts = turn.request.blocks, self.counts
+        counts.references += len(blocks)
+        turn.time_slice.references += len(blocks)
+        if turn.matched:
+            present = sum(block in self.staging for block in blocks[: turn.matched])
+            counts.reusable_at_match += turn.matched
+            counts.at_match += present
+            turn.time_slice.reusable += turn.matched
+            turn.time_slice.at_match += present
+            counts.leading_at_match += self.staging.leading(blocks)
 
     def _match(self, blocks: Sequence[int]) -> int:
         if self.policy.eviction is None:
@@ -316,7 +340,9 @@ class _Run:
 
     def _serve(self, turn: _Turn, block: int, where: Where) -> None:
         if where == "staging":
-            self._count("prefetched" if self.staging.use(block) else "staging", turn)
+            is_first_use = self.staging.use(block)
+            self._useful_reads += is_first_use
+            self._count("prefetched" if is_first_use else "staging", turn)
             self._load(turn, block)
             return
         self._count(where, turn)
@@ -328,7 +354,8 @@ class _Run:
         self._start_reads()
 
     def _load(self, turn: _Turn, block: int) -> None:
-        self.counts.stall_s += self._now - turn.asked_at
+        if turn.time_slice is not None:
+            self.counts.stall_s += self._now - turn.asked_at
         if block in self.staging:
             self.staging.hold(block)
             self._at(self._now + self._load_s, self._loaded, turn)
@@ -364,7 +391,8 @@ class _Run:
 
     def _prefilled(self, turn: _Turn) -> None:
         first_token_at = self._now + self.scenario.decode_step_s
-        self.counts.ttft_s.append(first_token_at - turn.request.timestamp_s)
+        if turn.time_slice is not None:
+            self.counts.ttft_s.append(first_token_at - turn.request.timestamp_s)
         if self.policy.eviction is not None:
             self.staging.policy.touch(reversed(turn.request.blocks), self._now)
         self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
@@ -383,6 +411,10 @@ class _Run:
         return max(1, min(left, self.scenario.block_tokens))
 
     def _count(self, source: str, turn: _Turn) -> None:
+        if turn.time_slice is None:
+            return
+        if source in HITS:
+            turn.time_slice.hits += 1
         self.counts.blocks[source] += 1
         self.counts.tokens[source] += self._tokens(turn)
 
@@ -432,7 +464,7 @@ class _Run:
             self.staging.land(read.block, self._now, by_prefetch=read.job is not None and not askers)
         else:
             self._not_kept(read.block)
-        self._shared_reads += max(0, len(askers) - 1)
+        self._useful_reads += bool(askers)
         for turn in askers:
             self._load(turn, read.block)
         if read.job is not None:
@@ -463,7 +495,9 @@ class _Run:
             policy=self.policy.name,
             # every block has the same bytes, so the rate in bytes is that in blocks
             hit_rate={"blocks": hits / references, "tokens": token_hits / tokens, "bytes": hits / references},
-            at_match=counts.at_match / references,
+            at_match=counts.at_match / max(1, counts.reusable_at_match),
+            leading_at_match=counts.leading_at_match / references,
+            confidence=self.slices.confidence(),
             reusable=1 - counts.blocks["recomputed"] / references,
             sources=dict(counts.blocks),
             untimed_prefix_hit_rate=self._untimed(),
@@ -473,7 +507,7 @@ class _Run:
             ttft_p50_s=percentile(counts.ttft_s, 0.5),
             ttft_p99_s=percentile(counts.ttft_s, 0.99),
             wall_s=wall_s,
-            refs_per_s=counts.references / wall_s,
+            refs_per_s=sum(len(request.blocks) for request in self.requests) / wall_s,
             conditions=self._conditions(),
             bytes_read_per_useful_byte=self._read_per_useful(),
             **prefetch_figures(self.core),
@@ -486,9 +520,7 @@ class _Run:
 
     def _read_per_useful(self) -> float | None:
         """Reads some host used: those of demand, and prefetches used for the first time."""
-        sources = self.counts.blocks
-        joined = sources["in_flight"] + sources["nvme"] - self._shared_reads
-        useful = (joined + sources["prefetched"]) * self.scenario.block_bytes
+        useful = self._useful_reads * self.scenario.block_bytes
         return self.device.bytes_read / useful if useful else None
 
     def _conditions(self) -> dict[str, object]:

@@ -3,12 +3,13 @@ against.
 
 Requests are processed one after the other, each in no time: first the longest leading run of blocks in the
 cache counts as hits, then all of the request's blocks are touched or inserted, head first. Belady passes over
-blocks that never return. The rate is over all block references.
+blocks that never return. The rate is over all block references, or over those after a warm-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from dpurt.core.eviction import Belady, EvictionPolicy, make_policy
 from dpurt.replay.future import Future
@@ -20,22 +21,66 @@ def capacity_blocks(requests: Sequence[Request], share: float) -> int:
     return max(1, int(len({block for request in requests for block in request.blocks}) * share))
 
 
+@dataclass(frozen=True, slots=True)
+class HitRates:
+    """Hits over all block references, and the tokens of hit blocks over all prompt tokens."""
+
+    blocks: float
+    tokens: float
+
+
 def untimed_hit_rate(requests: Sequence[Request], eviction: str, capacity: int) -> float:
     """Hits / references of a demand cache of `capacity` blocks under `eviction` (a policy's name, or
     ``"belady"``)."""
-    future = Future(requests)
-    policy: EvictionPolicy = (
-        Belady(future.next_use) if eviction == "belady" else make_policy(eviction, capacity)
-    )
+    return untimed_hit_rates(requests, eviction, capacity).blocks
+
+
+def ideal_hit_rate(requests: Sequence[Request]) -> float:
+    """The rate of a cache that keeps everything: the ceiling of all others."""
+    return untimed_hit_rates(requests, "ideal", 1).blocks
+
+
+def untimed_hit_rates(
+    requests: Sequence[Request],
+    eviction: str,
+    capacity: int,
+    *,
+    warmup_share: float = 0.0,
+    block_tokens: int = 512,
+) -> HitRates:
+    """Both rates, of the requests after the warm-up. `eviction` may also be ``"ideal"``: everything is kept."""
+    use = _user(requests, eviction, capacity)
     cached: set[int] = set()
-    hits = references = 0
-    for request in requests:
-        references += len(request.blocks)
-        hits += _leading(request.blocks, cached)
-        for block in request.blocks:
-            future.consumed(block)
-            _use(block, cached, policy, capacity, future if eviction == "belady" else None)
-    return hits / references if references else 0.0
+    first_counted = int(len(requests) * warmup_share)
+    hits = references = hit_tokens = tokens = 0
+    for number, request in enumerate(requests):
+        blocks = request.blocks
+        if number >= first_counted:
+            leading = _leading(blocks, cached)
+            hits += leading
+            references += len(blocks)
+            hit_tokens += min(leading * block_tokens, request.input_tokens)
+            tokens += min(len(blocks) * block_tokens, request.input_tokens)
+        for block in blocks:
+            use(block, cached)
+    return HitRates(hits / max(1, references), hit_tokens / max(1, tokens))
+
+
+def _user(requests: Sequence[Request], eviction: str, capacity: int) -> Callable[[int, set[int]], None]:
+    """What a use of a block does to the cache."""
+    if eviction == "ideal":
+        return lambda block, cached: cached.add(block)
+    if eviction != "belady":
+        policy = make_policy(eviction, capacity)
+        return lambda block, cached: _use(block, cached, policy, capacity, None)
+    future = Future(requests)
+    belady = Belady(future.next_use)
+
+    def use(block: int, cached: set[int]) -> None:
+        future.consumed(block)
+        _use(block, cached, belady, capacity, future)
+
+    return use
 
 
 def _leading(blocks: Sequence[int], cached: set[int]) -> int:

@@ -7,7 +7,10 @@ of every rate here.
 - `hit_rate`: found in staging when its host asked for it, in blocks, tokens and bytes; `sources` says where
   each reference was served from (staging: kept; prefetched: first use of a timely prefetch; in_flight; nvme;
   recomputed) and adds up to all.
-- `at_match`: leading run of the request in staging when it arrived.
+- `at_match`: of the reusable leading run of a request (blocks stored when it arrived, up to the first that was
+  not), the share in staging at its arrival, over all requests; any present block of the run counts, as the device
+  supplies the rest. `leading_at_match`: leading run in staging at arrival, over *all* references.
+- `confidence`: 95 % intervals from time slices, see `dpurt.replay.slices`.
 - timely, late, early, useless, accuracy, coverage: see `dpurt.core.ledger`.
 - `bytes_read_per_useful_byte`: bytes read from the device / bytes of reads some host used.
 - `stall_s`: time hosts waited for blocks that were stored, summed over blocks; loads over the link not
@@ -34,6 +37,8 @@ class Result:
     policy: str
     hit_rate: Mapping[str, float]
     at_match: float
+    leading_at_match: float
+    confidence: Mapping[str, list[float] | int | None]
     reusable: float
     sources: Mapping[str, int]
     untimed_prefix_hit_rate: float | None
@@ -136,7 +141,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def with_regret(results: Sequence[Result]) -> list[Result]:
-    """The same results, with their regret to the oracle among them, if there is one."""
+    """The same results of one scenario, with their regret to the oracle among them, if there is one."""
     oracle = next((r for r in results if r.policy == "oracle"), None)
     return list(results) if oracle is None else [_regretting(r, oracle) for r in results]
 

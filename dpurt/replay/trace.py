@@ -1,47 +1,71 @@
-"""Request traces from files. Strict: a line that is not what it should be stops the replay and says where and
-why.
+"""Requests as the replay sees them, and Mooncake's trace format; the other formats are in modules of their
+own (see `dpurt.replay.formats`).
 
 Mooncake format: one JSON object a line, plain or gzip, with ``timestamp`` (ms from the start, never falling),
 ``input_length`` and ``output_length`` (tokens) and ``hash_ids`` (one integer >= 0 per prefix block, in prefix
-order; equal ids mean the same block under the same whole prefix, so none repeats within a request). Other
-fields are passed over.
+order; equal ids mean the same block under the same whole prefix, so none repeats within a request). Optional
+are ``session_id`` and ``block_size`` (tokens of a block, 512 without; the same in the whole file). Other fields
+are passed over.
 """
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from dpurt.errors import ConfigError
+from dpurt.replay.lines import Count, read_json_lines
 
-MAX_LINE_BYTES = 8 << 20
-MAX_ID = 2**63 - 1
+__all__ = ["MOONCAKE_BLOCK_TOKENS", "Request", "Trace", "read_mooncake"]
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+MOONCAKE_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: when it came, its tokens in and out, and its prefix blocks."""
+    """One request: when it came, its tokens in and out, and its prefix blocks.
+
+    `session` names its conversation, `agent` the thread in it (0: the main one). `stop` and `api_s` are known to a
+    server when the response is complete: why it ended (``tool_use``, ``end_turn``) and how long it took.
+    """
 
     timestamp_s: float
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
+    session: str = ""
+    agent: int = 0
+    stop: str = ""
+    api_s: float | None = None
 
 
-class _MooncakeLine(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A file's requests, ordered by time. `is_chained`: equal blocks stand under equal prefixes. `model` says what
+    in it is a model of ours, not a recording."""
+
+    file: str
+    format: str
+    block_tokens: int
+    is_chained: bool
+    requests: list[Request]
+    model: tuple[str, ...] = ()
+
+
+class MooncakeLine(msgspec.Struct, frozen=True):
+    """A line of the file."""
+
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-    input_length: _Count
-    output_length: _Count
-    hash_ids: tuple[_Count, ...]
+    input_length: Count
+    output_length: Count
+    hash_ids: tuple[Count, ...]
+    session_id: str | int = ""
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_BLOCK_TOKENS
 
 
 def read_mooncake(path: Path, limit: int | None = None) -> Iterator[Request]:
@@ -50,44 +74,16 @@ def read_mooncake(path: Path, limit: int | None = None) -> Iterator[Request]:
     Raises ConfigError, from the iterator, for a file that cannot be read or a bad line (``file:line`` and
     what was expected).
     """
-    decoder = msgspec.json.Decoder(_MooncakeLine)
     last_ms = 0.0
-    for number, line in _lines(path, limit):
-        where = f"{path}:{number}"
-        try:
-            parsed = decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(where, str(error)) from error
-        if parsed.timestamp < last_ms:
-            raise ConfigError(where, f"expected a timestamp >= {last_ms:g}, got {parsed.timestamp:g}")
-        if len(set(parsed.hash_ids)) != len(parsed.hash_ids):
+    block_size = None
+    for where, line in islice(read_json_lines(path, MooncakeLine), limit):
+        if line.timestamp < last_ms:
+            raise ConfigError(where, f"expected a timestamp >= {last_ms:g}, got {line.timestamp:g}")
+        if len(set(line.hash_ids)) != len(line.hash_ids):
             raise ConfigError(where, "expected distinct hash_ids within a request")
-        last_ms = parsed.timestamp
-        yield Request(last_ms / 1000, parsed.input_length, parsed.output_length, parsed.hash_ids)
-
-
-def _lines(path: Path, limit: int | None) -> Iterator[tuple[int, bytes]]:
-    """(line number, line) for the first `limit` lines that are not blank."""
-    taken = number = 0
-    try:
-        with _open(path) as file:
-            while limit is None or taken < limit:
-                line = file.readline(MAX_LINE_BYTES + 1)
-                if not line:
-                    return
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    problem = f"expected a line of at most {MAX_LINE_BYTES} bytes"
-                    raise ConfigError(f"{path}:{number}", problem)
-                if line.strip():
-                    taken += 1
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}:{number + 1}", f"expected a readable trace: {error}") from error
-
-
-def _open(path: Path) -> gzip.GzipFile | BufferedReader:
-    """Gzip is told by its magic number, not by the name."""
-    with path.open("rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rb") if is_gzip else path.open("rb")
+        if line.block_size != (block_size := block_size or line.block_size):
+            raise ConfigError(where, f"expected block_size {block_size} as before, got {line.block_size}")
+        last_ms = line.timestamp
+        yield Request(
+            last_ms / 1000, line.input_length, line.output_length, line.hash_ids, str(line.session_id)
+        )

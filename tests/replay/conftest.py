@@ -1,4 +1,4 @@
-"""The committed slice of a real trace."""
+"""The committed slices of real traces."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 
 from dpurt.replay.trace import read_mooncake
 
-SLICE = Path(__file__).parents[2] / "bench" / "traces" / "mooncake_conversation_1600.jsonl.gz"
+TRACES = Path(__file__).parents[2] / "bench" / "traces"
+SLICE = TRACES / "mooncake_conversation_1600.jsonl.gz"
 
 
 @pytest.fixture(scope="session")

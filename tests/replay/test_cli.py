@@ -5,7 +5,11 @@ import json
 
 import pytest
 
-from dpurt.replay.cli import add_arguments, run, scenario_of
+from dpurt.cli import main
+from dpurt.errors import ConfigError
+from dpurt.replay.arguments import add_arguments, scenarios_of
+from dpurt.replay.cli import run
+from dpurt.replay.formats import read_trace
 from dpurt.replay.policies import POLICIES
 
 from .conftest import SLICE
@@ -34,18 +38,18 @@ def test_json_to_stdout_and_to_a_file_is_the_same_but_for_time(capsys, tmp_path)
         assert row.pop("wall_s") > 0
         assert row.pop("refs_per_s") > 0
     assert shown == written
-    assert shown["conditions"]["device"]["bandwidth_bytes_per_s"] == 14e9
+    assert shown["conditions"]["device"]["read_bytes_per_s"] == 14e9
     assert shown["regret_to_oracle"] is None
 
 
 def test_arguments_make_the_scenario():
-    scenario = scenario_of(
-        parse(
-            "--staging", "0.1", "--device", "nvme", "--bandwidth", "2.5G", "--lookahead", "9", "--budget", "3"
-        )
+    args = parse(
+        "--staging", "0.1", "--device", "nvme", "--bandwidth", "2.5G", "--lookahead", "9", "--budget", "3"
     )
+    (scenario,) = scenarios_of(args, read_trace(SLICE))
     assert (scenario.staging_share, scenario.lookahead_blocks, scenario.prefetch_queue_depth) == (0.1, 9, 3)
-    assert (scenario.device.name, scenario.device.bandwidth_bytes_per_s) == ("nvme", 2.5e9)
+    assert (scenario.device.name, scenario.device.read_bytes_per_s) == ("nvme", 2.5e9)
+    assert (scenario.block_tokens, scenario.block_bytes) == (512, 512 * 160 * 1024)
 
 
 def test_default_is_every_policy():
@@ -62,26 +66,68 @@ def test_senseless_arguments_are_refused(wrong, capsys):
     assert "expected" in capsys.readouterr().err
 
 
-def test_an_unknown_policy_is_named_with_the_known_ones(capsys):
-    assert run(parse("--policy", "lru,magic")) == 2
-    error = capsys.readouterr().err
-    assert "'magic'" in error
-    assert "oracle" in error
+def test_lists_make_all_combinations_devices_outermost():
+    args = parse("--staging", "0.1,0.2", "--device", "nvme,qlc", "--bandwidth", "1G,2G", "--seed", "5")
+    scenarios = scenarios_of(args, read_trace(SLICE))
+    points = [(s.device.name, s.device.read_bytes_per_s / 1e9, s.staging_share) for s in scenarios]
+    assert points[:3] == [("nvme", 1, 0.1), ("nvme", 1, 0.2), ("nvme", 2, 0.1)]
+    assert len(points) == len(set(points)) == 8
+    assert {s.seed for s in scenarios} == {5}
 
 
-def test_a_bad_trace_is_named_with_its_line(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--policy", "lru,magic"], "'magic'"),
+        (["--device", "floppy"], "expected one of ai_ssd"),
+        (["--json", "/nowhere/at/all"], "cannot write"),
+    ],
+)
+def test_what_does_not_exist_is_named_with_what_does(arguments, problem):
+    with pytest.raises(ConfigError, match=problem):
+        run(parse(*arguments))
+
+
+def test_a_bad_trace_is_named_with_its_line_and_exit_code_two(capsys, tmp_path):
     bad = tmp_path / "bad.jsonl"
-    bad.write_text("{}\n")
-    arguments = parse("--policy", "lru")
-    arguments.file = bad
-    assert run(arguments) == 2
+    bad.write_text('{"timestamp": 0}\n')
+    assert main(["replay", str(bad), "--policy", "lru"]) == 2
     assert f"{bad}:1" in capsys.readouterr().err
 
 
-def test_a_trace_without_requests_is_refused(capsys, tmp_path):
+def test_a_trace_without_requests_is_refused(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     arguments = parse("--policy", "lru")
     arguments.file = empty
-    assert run(arguments) == 2
-    assert "at least one request" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="at least one request"):
+        run(arguments)
+
+
+INTERFACE = {
+    "policy", "hit_rate", "at_match", "timely", "late", "early", "useless", "accuracy", "coverage",
+    "bytes_read_per_useful_byte", "stall_s", "ttft_p50_s", "ttft_p99_s", "regret_to_oracle", "wall_s",
+    "refs_per_s", "conditions",
+}  # fmt: skip
+
+
+def test_the_fields_others_script_against_stay(capsys):
+    assert run(parse("--policy", "lru,dpurt,oracle", "--staging", "0.02,0.2", "--json", "-")) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in rows] == ["lru", "dpurt", "oracle"] * 2
+    assert [row["conditions"]["staging_share"] for row in rows] == [0.02] * 3 + [0.2] * 3
+    for row in rows:
+        assert row.keys() >= INTERFACE
+        assert row["hit_rate"].keys() >= {"blocks", "tokens", "bytes"}
+        assert row["regret_to_oracle"].keys() == {"hit_rate_blocks", "stall_s"}
+        assert row["conditions"]["trace"]["format"] == "mooncake"
+    assert [row["regret_to_oracle"]["stall_s"] for row in rows if row["policy"] == "oracle"] == [0, 0]
+
+
+def test_equal_arguments_give_equal_bytes_but_for_wall_time(capsys):
+    def text():
+        assert run(parse("--policy", "lru,dpurt,oracle", "--seed", "3", "--json", "-")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if '"wall_s"' not in line and '"refs_per_s"' not in line]
+
+    assert text() == text()

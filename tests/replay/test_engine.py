@@ -6,13 +6,20 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from dpurt.replay.device import DeviceProfile
+from dpurt.core.device_model import DeviceProfile
 from dpurt.replay.engine import SOURCES, Scenario, replay
 from dpurt.replay.policies import POLICIES
 from dpurt.replay.report import with_regret
 from dpurt.replay.trace import Request
 
-DEVICE = DeviceProfile(name="t", bandwidth_bytes_per_s=1.0, latency_s=0.0, queue_depth=8, source="test")
+DEVICE = DeviceProfile(
+    name="t",
+    read_latency_s=0.0,
+    write_latency_s=0.0,
+    read_bytes_per_s=1.0,
+    write_bytes_per_s=1.0,
+    queue_depth=8,
+)
 # one second to read a block, half a second to load it, ten to compute it
 SMALL = Scenario(
     staging_share=1.0,
@@ -44,7 +51,23 @@ def test_without_a_cache_every_block_is_computed_each_time():
 def test_what_was_computed_is_a_hit_while_it_stays():
     result = run("lru", request(0, 1, 2), request(100, 1, 2))
     assert result.sources == dict.fromkeys(SOURCES, 0) | {"recomputed": 2, "staging": 2}
-    assert (result.at_match, result.stall_s, result.bytes_read) == (0.5, 0.0, 0)
+    assert (result.at_match, result.leading_at_match) == (1.0, 0.5)
+    assert (result.stall_s, result.bytes_read) == (0.0, 0)
+
+
+def test_at_match_counts_any_present_block_of_the_reusable_run_and_nothing_else():
+    """Of 1, 2, 3 the head has left staging when they come again; 4 was never stored."""
+    requests = (request(0, 1, 2, 3), request(100, 9), request(200, 1, 2, 3, 4))
+    result = run("fifo", *requests, staging_share=0.6)
+    assert (result.at_match, result.leading_at_match) == (2 / 3, 0.0)
+
+
+def test_the_warm_up_runs_but_is_not_counted():
+    requests = (request(0, 1, 2), request(100, 1, 2))
+    result = run("lru", *requests, warmup_share=0.5)
+    assert result.sources == dict.fromkeys(SOURCES, 0) | {"staging": 2}
+    assert (result.hit_rate["blocks"], result.ttft_p99_s) == (1.0, 1.25)
+    assert result.refs_per_s * result.wall_s == pytest.approx(4)
 
 
 def test_what_left_staging_is_read_on_demand_and_the_host_stalls():
@@ -81,7 +104,7 @@ def test_one_read_serves_two_hosts():
 
 def test_a_prefetch_somebody_waits_for_overtakes_the_others():
     """Read 10 ms each, in the order 1, 5, 2, 3, 4: the fifth is waited for before the second is."""
-    fast = dataclasses.replace(DEVICE, bandwidth_bytes_per_s=100.0, queue_depth=1)
+    fast = dataclasses.replace(DEVICE, read_bytes_per_s=100.0, queue_depth=1)
     chain, lone, other = (1, 2, 3, 4), (5,), (6, 7, 8, 9, 10)
     requests = (request(0, *chain), request(100, *lone), request(200, *other))
     again = (request(300, *chain), request(300, *lone))
@@ -162,7 +185,9 @@ def test_any_small_trace_ends_with_every_reference_served_once(trace, policy, sh
     assert result.ttft_p50_s >= 0
 
 
-@pytest.mark.parametrize("wrong", [{"staging_share": 0}, {"hosts": 0}, {"link_bytes_per_s": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"staging_share": 0}, {"hosts": 0}, {"link_bytes_per_s": 0.0}, {"warmup_share": 1.0}]
+)
 def test_senseless_scenarios_are_refused(wrong):
     with pytest.raises(ValueError, match="must"):
         Scenario(**wrong)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dpurt.errors import ConfigError
-from dpurt.replay import trace
+from dpurt.replay import lines
 from dpurt.replay.trace import Request, read_mooncake
 
 GOOD = {"timestamp": 1500, "input_length": 700, "output_length": 5, "hash_ids": [0, 3]}
@@ -73,7 +73,7 @@ def test_bytes_that_are_no_utf8_are_a_bad_line(tmp_path):
 
 
 def test_an_endless_line_is_refused_without_reading_it_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 100)
     path = write(tmp_path, GOOD, "x" * 1000)
     with pytest.raises(ConfigError, match=":2: expected a line of at most 100 bytes"):
         list(read_mooncake(path))
