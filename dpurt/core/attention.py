@@ -39,6 +39,7 @@ _NO_RANK = RANKS
 _AGES = 256  # ages told apart, in turns
 _RANK_EDGES = (1, 2, 4, 6, 8, 10, 13, 17, 22, 30, 40, RANKS)
 _AGE_EDGES = (1, 2, 3, 4, 6, 9, 14, 24, 48, 128)
+_LEAST_MASS = np.float32(2**-13)  # what is less counts as this
 _SPEEDS = (0.5, 0.12, 0.02)
 _FADES = (0.5, 0.85)
 
@@ -177,8 +178,8 @@ class AttentionHistory:
         if masses is None:
             mass[columns] += 0.2
         else:
-            least = max(float(masses.min()), 1e-9)
-            mass[columns] += 0.2 * (0.3 + np.log2(np.maximum(masses, 1e-9) / least))
+            seen = np.maximum(masses, _LEAST_MASS)
+            mass[columns] += 0.2 * (0.3 + np.log2(seen / seen.min()))
 
     def features(self, group: int, spoken: bool) -> Floats:
         """Features by columns, for the group's next turn. `spoken`: its hint, if any, is for that turn."""

@@ -235,6 +235,7 @@ class _Replay:
         if scores is None or turn < self.trace.warm_turns:
             return
         columns, evicted = self.pool.plan(layer, scores)
+        self._foresight.fetched(turn, layer, columns)
         self._fates.evicted(evicted, turn)
         slots = columns + layer * self._width
         self._fates.issued(slots, turn)

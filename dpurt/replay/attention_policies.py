@@ -4,8 +4,7 @@ A `Foresight` is asked in the order of time: `scores(turn, layer)` when the laye
 layers ahead of its turn, and `values(turn, layer)` right after the layer's demand. Only clairvoyant ones may
 look at what has not happened. Baselines, by name:
 
-- `lru`, `lfu`, `belady`: demand only. LFU counts all demand, and forgets a column's count when it leaves no
-  sooner than the count does: frequency alone, as facts are usually quoted.
+- `lru`, `lfu`, `belady`: demand only. LFU counts all demand of the scored steps, whether resident or not.
 - `previous_step`, `previous_layer`: the mass of the layer's last step; of the layer before, in this step.
 - `ewma`: decayed mass; `heavy_hitters` (H2O): all mass so far; `snapkv`: the mass at the prompt's tail.
 - `next_block`: the blocks behind those of the last step.
@@ -38,13 +37,20 @@ class Foresight(Protocol):
         """What to fetch for the layer's turn: higher first, 0 or less never. None: nothing."""
         ...
 
+    def fetched(self, turn: int, layer: int, columns: npt.NDArray[np.intp]) -> None:
+        """These are being fetched for the layer's turn."""
+        ...
+
     def values(self, turn: int, layer: int) -> Floats:
         """What to keep, now that the layer's demand of this turn is known: the least leaves first."""
         ...
 
 
 class Lru:
-    """Evicts the column demanded longest ago; within a turn the one with least mass."""
+    """Evicts the column demanded longest ago; within a turn the one with least mass.
+
+    What was fetched is older than the demand it was fetched for, newer than all before.
+    """
 
     def __init__(self, trace: AttentionTrace, lookahead: int) -> None:
         self.trace = trace
@@ -55,18 +61,15 @@ class Lru:
     def scores(self, turn: int, layer: int) -> Floats | None:
         return None
 
+    def fetched(self, turn: int, layer: int, columns: npt.NDArray[np.intp]) -> None:
+        self._stamp[layer, columns] = turn * self.trace.layers + layer - 0.5
+
     def values(self, turn: int, layer: int) -> Floats:
         # a turn is `layers` long, so that in a pool the layer that ran last is the most recent
         stamp = self._stamp[layer]
         now = turn * self.trace.layers + layer
         stamp[self.trace.demand[turn, layer]] = now + self._late
-        fresh = self._fetched(turn, layer)
-        if fresh is not None:
-            stamp[fresh] = np.maximum(stamp[fresh], now - 0.5)
         return stamp[: self.trace.columns[turn]]
-
-    def _fetched(self, turn: int, layer: int) -> npt.NDArray[np.intp] | None:
-        return None
 
 
 class Lfu(Lru):
@@ -78,7 +81,8 @@ class Lfu(Lru):
 
     def values(self, turn: int, layer: int) -> Floats:
         stamp = super().values(turn, layer)
-        self._count[layer, self.trace.demand[turn, layer]] += 1
+        if turn >= self.trace.warm_turns:
+            self._count[layer, self.trace.demand[turn, layer]] += 1
         return self._count[layer, : len(stamp)] + 1e-9 * np.maximum(stamp, 0)
 
 
@@ -107,13 +111,21 @@ def _next_uses(trace: AttentionTrace) -> npt.NDArray[np.int32]:
 
 
 class _Scored(Lru):
-    """A baseline that fetches by a score: what it fetches is as recent as the turn it is fetched for."""
+    """A baseline that fetches by a score: those of its first columns, as many as a layer demands, that are missing."""
 
     def __init__(self, trace: AttentionTrace, lookahead: int) -> None:
         super().__init__(trace, lookahead)
         self._table = np.zeros_like(self._stamp)
 
     def scores(self, turn: int, layer: int) -> Floats | None:
+        row = self.table(turn, layer)
+        best = np.argpartition(-row, self.trace.top - 1)[: self.trace.top]
+        scores = np.zeros_like(row)
+        scores[best] = row[best]
+        return scores
+
+    def table(self, turn: int, layer: int) -> Floats:
+        """The scores of all columns."""
         return self._table[layer, : self.trace.columns[turn]]
 
 
@@ -138,7 +150,7 @@ class PreviousLayer(_Scored):
 class Ewma(_Scored):
     """Decayed masses."""
 
-    GAIN = 0.2
+    GAIN = 0.05
 
     def values(self, turn: int, layer: int) -> Floats:
         masses = self.trace.masses(turn, layer)
@@ -230,6 +242,9 @@ class Learned:
         if ranked is not None:
             self._sequence.hint(layer, ranked)
         return self._sequence.now(layer)
+
+    def fetched(self, turn: int, layer: int, columns: npt.NDArray[np.intp]) -> None:
+        pass
 
     def values(self, turn: int, layer: int) -> Floats:
         self._sequence.extend(int(self.trace.columns[turn]))
