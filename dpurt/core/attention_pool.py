@@ -40,7 +40,7 @@ class PoolBudget:
     burst: int
     saved: float
     threshold: float = 0.0
-    margin: float = 0.0
+    margin: float = -np.inf
 
     def __post_init__(self) -> None:
         if self.mean < 0 or self.burst < 0 or self.saved < self.mean:
@@ -93,9 +93,8 @@ class AttentionPool:
         budget = self.budget
         self._purse = min(self._purse + budget.mean, budget.saved)
         wanted = self._candidates(group, probability, min(int(self._purse), budget.burst))
-        evicted = NOTHING
-        if self._counts_in_flight and len(wanted):
-            wanted, evicted = self._make_room(group, wanted, probability[wanted])
+        wanted, victims = self._worth_it(group, wanted, probability[wanted])
+        evicted = self._evict(victims) if self._counts_in_flight else NOTHING
         self._purse -= len(wanted)
         self._resident[group, wanted] = True
         self._flying[group, wanted] = True
@@ -142,8 +141,8 @@ class AttentionPool:
         order = np.argsort(-probability[likely], kind="stable")
         return likely[order[:limit]]
 
-    def _make_room(self, group: int, wanted: Columns, probability: Floats) -> tuple[Columns, Slots]:
-        """As many of the wanted, from the first, as find room or a victim worth less."""
+    def _worth_it(self, group: int, wanted: Columns, probability: Floats) -> tuple[Columns, Slots]:
+        """As many of the wanted, from the first, as find room or a victim worth less; and those victims."""
         scope = slice(None) if self._pooled else slice(group, group + 1)
         room = max(0, self._share - int(self._held[scope].sum()))
         if room >= len(wanted):
@@ -152,7 +151,7 @@ class AttentionPool:
         against = probability[room : room + len(victims)]
         is_better = against > self.budget.margin * self._value.reshape(-1)[victims]
         swaps = len(victims) if is_better.all() else int(np.argmin(is_better))
-        return wanted[: room + swaps], self._evict(victims[:swaps])
+        return wanted[: room + swaps], victims[:swaps]
 
     def _cheapest(self, group: int, count: int) -> Slots:
         """Up to `count` slots of least value, the least first, that may go: of all groups, or of this one."""

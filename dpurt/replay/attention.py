@@ -40,6 +40,7 @@ from dpurt.replay.attention_timing import Pace, ReadPipe
 from dpurt.replay.attention_trace import AttentionTrace, read_attention
 
 HORIZON = 4
+MARGIN = 0.3
 
 
 def _same_each_turn(budget: float) -> PoolBudget:
@@ -47,11 +48,11 @@ def _same_each_turn(budget: float) -> PoolBudget:
 
 
 def _pooled_budget(budget: float) -> PoolBudget:
-    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.02, margin=0.5)
+    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.02, margin=MARGIN)
 
 
 def _lean_budget(budget: float) -> PoolBudget:
-    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.1, margin=0.5)
+    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.1, margin=MARGIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,18 +159,6 @@ class Ewma(_Scored):
         return super().values(turn, layer)
 
 
-class EwmaSlow(Ewma):
-    """Decayed masses, slowly."""
-
-    GAIN = 0.05
-
-
-class EwmaFast(Ewma):
-    """Decayed masses, fast."""
-
-    GAIN = 0.5
-
-
 class HeavyHitters(_Scored):
     """All mass so far."""
 
