@@ -17,8 +17,8 @@ on those of `horizon` turns ago. A model serves all sequences of a space; histor
 Causality. Features use what was known when `now` was asked: whoever asks some groups ahead of the turn gets an
 answer without the groups in between, and teaches the model for just that distance.
 
-Cost: 0.2 ms a turn at 150 columns, 0.3 ms at 500, in numpy. Memory: 32 bytes a (group, column), and
-`horizon` feature matrices a group.
+Cost: 0.2 ms a turn at 150 columns, 0.3 ms at 500, in numpy. Memory: 36 bytes a (group, column)
+once the group has run, and `horizon` feature matrices a group.
 
 What is resident, and what may be spent, is not known here: see `dpurt.core.attention_pool`.
 """
@@ -35,7 +35,6 @@ Floats = npt.NDArray[np.float32]
 Columns = npt.NDArray[np.intp]
 
 RANKS = 48  # ranks told apart; worse ones count as not hinted
-_NO_RANK = RANKS
 _AGES = 256  # ages told apart, in turns
 _RANK_EDGES = (1, 2, 4, 6, 8, 10, 13, 17, 22, 30, 40, RANKS)
 _AGE_EDGES = (1, 2, 3, 4, 6, 9, 14, 24, 48, 128)
@@ -45,17 +44,14 @@ _FADES = (0.5, 0.85)
 
 
 def _thermometer(size: int, edges: tuple[int, ...], first: int) -> Floats:
-    """Row i is 1 for values whose distance from `first` is under `edges[i]`."""
+    """Row i is 1 for values less than `edges[i]` above `first`."""
     values = np.arange(size) - first
     return np.array([values < edge for edge in edges], np.float32)
 
 
-_RANK_ROWS = np.vstack(
-    [
-        _thermometer(RANKS + 1, _RANK_EDGES, 0),
-        np.where(np.arange(RANKS + 1) < RANKS, np.exp(-np.arange(RANKS + 1) / 8.0), 0)[None],
-    ]
-).astype(np.float32)
+_RANK_SCORE = np.where(np.arange(RANKS + 1) > 0, np.exp(-(np.arange(RANKS + 1) - 1) / 8.0), 0)
+_RANK_ROWS = np.vstack([_thermometer(RANKS + 1, _RANK_EDGES, 1), _RANK_SCORE[None]]).astype(np.float32)
+_RANK_ROWS[:, 0] = 0
 _AGE_ROWS = np.vstack(
     [_thermometer(_AGES, _AGE_EDGES, 1), 1.0 / np.sqrt(np.maximum(1, np.arange(_AGES)))[None]]
 ).astype(np.float32)
@@ -118,40 +114,42 @@ class AttentionHistory:
 
     def __init__(self, groups: int, columns: int) -> None:
         self.columns = columns
-        self.turn = np.zeros(groups, np.int64)
-        self._room = 0
+        self.turn = np.full(groups, _AGES, np.int64)  # so that 0 means never
         self._groups = groups
-        self._grow(max(columns, 16))
+        room = max(columns, 16)
+        self.demand = np.zeros((groups, len(_SPEEDS), room), np.float32)
+        self.mass = np.zeros((groups, room), np.float32)
+        self.hinted = np.zeros((groups, room), np.float32)
+        self.last = np.zeros((groups, room), np.int64)
+        self.rank = np.zeros((groups, room), np.int64)  # from 1; 0 is not hinted
+        self.demanded_lately = np.zeros((len(_FADES), room), np.float32)
+        self.hinted_lately = np.zeros(room, np.float32)
 
     def _grow(self, room: int) -> None:
-        def wider(name: str, shape: tuple[int, ...], fill: float, kind: type) -> npt.NDArray[np.generic]:
-            new = np.full((*shape, room), fill, kind)
-            if self._room:
-                new[..., : self._room] = getattr(self, name)
-            return new
+        def zeros(array: Floats) -> Floats:
+            return np.concatenate([array, np.zeros((*array.shape[:-1], more), np.float32)], axis=-1)
 
-        groups = self._groups
-        self.demand = wider("demand", (groups, len(_SPEEDS)), 0, np.float32)
-        self.mass = wider("mass", (groups,), 0, np.float32)
-        self.hinted = wider("hinted", (groups,), 0, np.float32)
-        self.last = wider("last", (groups,), -_AGES, np.int64)
-        self.rank = wider("rank", (groups,), _NO_RANK, np.int64)
-        self.demanded_lately = wider("demanded_lately", (len(_FADES),), 0, np.float32)
-        self.hinted_lately = wider("hinted_lately", (), 0, np.float32)
-        self._room = room
+        def no_turns(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            return np.concatenate([array, np.zeros((*array.shape[:-1], more), np.int64)], axis=-1)
+
+        more = room - len(self.hinted_lately)
+        self.demand, self.mass, self.hinted = zeros(self.demand), zeros(self.mass), zeros(self.hinted)
+        self.last, self.rank = no_turns(self.last), no_turns(self.rank)
+        self.demanded_lately, self.hinted_lately = zeros(self.demanded_lately), zeros(self.hinted_lately)
 
     def extend(self, columns: int) -> None:
         """The context has grown to so many columns."""
-        if columns > self._room:
-            self._grow(max(columns, 2 * self._room))
+        room = len(self.hinted_lately)
+        if columns > room:
+            self._grow(max(columns, 2 * room))
         self.columns = max(self.columns, columns)
 
     def hint(self, group: int, ranked: Columns) -> None:
         """The engine's ranking for the group's next turn, best first."""
         rank = self.rank[group]
-        rank[:] = _NO_RANK
+        rank[:] = 0
         ranked = ranked[:RANKS]
-        rank[ranked] = np.arange(len(ranked))
+        rank[ranked] = np.arange(1, len(ranked) + 1)
         score = _HINT_SCORE[rank]
         self.hinted_lately *= 0.7
         self.hinted_lately += score
@@ -185,6 +183,8 @@ class AttentionHistory:
         """Features by columns, for the group's next turn. `spoken`: its hint, if any, is for that turn."""
         n = self.columns
         x = np.empty((FEATURES, n), np.float32)
+        if n == 0:
+            return x
         rank = self.rank[group, :n]
         age = np.minimum(self.turn[group] + 1 - self.last[group, :n], _AGES - 1)
         x[_BIAS] = 1
@@ -228,7 +228,9 @@ def _rows() -> dict[str, slice]:
 
 _ROWS = _rows()
 FEATURES = max(rows.stop for rows in _ROWS.values())
-_BIAS, _RANK, _AGE, _DEMAND, _ODDS, _MASS, _NEAR, _LATELY, _HINTED, _HINTED_LATELY, _BOTH, _PLACE = _ROWS.values()
+_BIAS, _RANK, _AGE, _DEMAND, _ODDS, _MASS, _NEAR, _LATELY, _HINTED, _HINTED_LATELY, _BOTH, _PLACE = (
+    _ROWS.values()
+)
 
 
 class AttentionSequence:

@@ -86,7 +86,8 @@ class AttentionPool:
 
     def resident(self, group: int) -> npt.NDArray[np.bool_]:
         """Per column: has a slot, or is being fetched into one. A view, valid until the next call."""
-        return self._resident[group]
+        row: npt.NDArray[np.bool_] = self._resident[group]
+        return row
 
     def plan(self, group: int, probability: Floats) -> tuple[Columns, Slots]:
         """What to fetch for the group's next turn, likeliest first, and the slots evicted for it."""
@@ -137,7 +138,9 @@ class AttentionPool:
     def _candidates(self, group: int, probability: Floats, limit: int) -> Columns:
         if limit == 0:
             return NOTHING
-        likely = np.flatnonzero(~self._resident[group, : len(probability)] & (probability > self.budget.threshold))
+        likely = np.flatnonzero(
+            ~self._resident[group, : len(probability)] & (probability > self.budget.threshold)
+        )
         order = np.argsort(-probability[likely], kind="stable")
         return likely[order[:limit]]
 

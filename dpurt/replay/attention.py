@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from dpurt.replay.attention_trace import AttentionTrace, read_attention
 
 HORIZON = 4
 MARGIN = 0.3
+LEAN_MARGIN = 0.5
 
 
 def _same_each_turn(budget: float) -> PoolBudget:
@@ -52,7 +53,7 @@ def _pooled_budget(budget: float) -> PoolBudget:
 
 
 def _lean_budget(budget: float) -> PoolBudget:
-    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.1, margin=MARGIN)
+    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.12, margin=LEAN_MARGIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +70,34 @@ class AttentionPolicy:
 _TABLE = (
     AttentionPolicy(name="lru", summary="on demand, LRU, each layer its share", foresight=foresights.Lru),
     AttentionPolicy(name="lfu", summary="on demand, least often demanded leaves", foresight=foresights.Lfu),
-    AttentionPolicy(name="belady", summary="on demand, furthest next use leaves", foresight=foresights.Belady),
+    AttentionPolicy(
+        name="belady", summary="on demand, furthest next use leaves", foresight=foresights.Belady
+    ),
     AttentionPolicy(name="previous_step", summary="mass of the last step", foresight=foresights.PreviousStep),
-    AttentionPolicy(name="previous_layer", summary="mass of the layer before", foresight=foresights.PreviousLayer),
+    AttentionPolicy(
+        name="previous_layer", summary="mass of the layer before", foresight=foresights.PreviousLayer
+    ),
     AttentionPolicy(name="ewma", summary="decayed mass", foresight=foresights.Ewma),
     AttentionPolicy(name="heavy_hitters", summary="all mass so far (H2O)", foresight=foresights.HeavyHitters),
     AttentionPolicy(name="snapkv", summary="mass at the prompt's tail", foresight=foresights.SnapKv),
     AttentionPolicy(name="next_block", summary="the block behind each", foresight=foresights.NextBlock),
     AttentionPolicy(name="hint", summary="the engine's hints as they come", foresight=foresights.Hint),
-    AttentionPolicy(name="lru_pool", summary="on demand, one LRU for all layers", foresight=foresights.Lru, pooled=True),
     AttentionPolicy(
-        name="dpurt", summary="ours: learned, pooled", foresight=foresights.Learned, pooled=True, budget=_pooled_budget
+        name="lru_pool", summary="on demand, one LRU for all layers", foresight=foresights.Lru, pooled=True
     ),
     AttentionPolicy(
-        name="dpurt_lean", summary="ours, fewer reads", foresight=foresights.Learned, pooled=True, budget=_lean_budget
+        name="dpurt",
+        summary="ours: learned, pooled",
+        foresight=foresights.Learned,
+        pooled=True,
+        budget=_pooled_budget,
+    ),
+    AttentionPolicy(
+        name="dpurt_lean",
+        summary="ours, fewer reads",
+        foresight=foresights.Learned,
+        pooled=True,
+        budget=_lean_budget,
     ),
     AttentionPolicy(
         name="dpurt_no_hints",
@@ -136,9 +151,7 @@ class Tally:
 
     def outcomes(self) -> int:
         """Equals `issued` when the replay is over."""
-        return (
-            self.timely + self.late + self.later + self.early + self.useless + self.cancelled + self.open
-        )
+        return self.timely + self.late + self.later + self.early + self.useless + self.cancelled + self.open
 
 
 class _Fates:
@@ -305,3 +318,172 @@ def replay_attention(
 ) -> Tally:
     """One policy over one trace, deterministic by the scenario's seed."""
     return _Replay(trace, policy, scenario).run(progress)
+
+
+# --- results ------------------------------------------------------------------------------------------------
+
+
+class _Both(NamedTuple):
+    """A policy's tally under either accounting; `strict` is None for a paced replay, which is strict itself."""
+
+    policy: AttentionPolicy
+    tally: Tally
+    strict: Tally | None
+    wall_s: float
+
+
+def run_attention(
+    path: Path,
+    policies: Sequence[str],
+    capacity: float,
+    budget: float,
+    lookahead: int,
+    seed: int = 0,
+    *,
+    pace: Pace | None = None,
+    steps: int | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[dict[str, object]]:
+    """Replay a trace under each named policy: one plain dict each, for JSON; see the module's docstring.
+
+    `closed_percent` and `regret_to_oracle` are None unless `lru` and `oracle` are among the policies. Raises
+    ConfigError for a bad file, an unknown policy or a scenario that makes no sense.
+    """
+    chosen = _policies_named(policies)
+    try:
+        scenario = AttentionScenario(
+            capacity=capacity, budget=budget, lookahead=lookahead, seed=seed, pace=pace
+        )
+    except ValueError as error:
+        raise ConfigError("scenario", str(error)) from error
+    trace = read_attention(path, steps)
+    if lookahead > trace.layers:
+        raise ConfigError("lookahead", f"expected at most the trace's {trace.layers} layers, got {lookahead}")
+    done = [_replay_both(trace, policy, scenario, progress) for policy in chosen]
+    return [_as_json(trace, scenario, one, done) for one in done]
+
+
+def _policies_named(names: Iterable[str]) -> list[AttentionPolicy]:
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError("policy", f"expected one of {', '.join(POLICIES)}, got {name!r}")
+    return [POLICIES[name] for name in names]
+
+
+def _replay_both(
+    trace: AttentionTrace,
+    policy: AttentionPolicy,
+    scenario: AttentionScenario,
+    progress: Callable[[str, int], None] | None,
+) -> _Both:
+    def show(turn: int) -> None:
+        if progress is not None:
+            progress(policy.name, turn)
+
+    start = time.perf_counter()
+    tally = replay_attention(trace, policy, scenario, show)
+    wall_s = time.perf_counter() - start
+    strict = None
+    if scenario.pace is None:
+        strict = replay_attention(trace, policy, replace(scenario, strict=True))
+    return _Both(policy, tally, strict, wall_s)
+
+
+def _as_json(
+    trace: AttentionTrace, scenario: AttentionScenario, one: _Both, all_: Sequence[_Both]
+) -> dict[str, object]:
+    by_name = {other.policy.name: other.tally for other in all_}
+    lru, oracle = by_name.get("lru"), by_name.get("oracle")
+    turns = trace.steps * trace.layers
+    tally = one.tally
+    figures = _figures(tally, turns)
+    strict = None if one.strict is None else _figures(one.strict, turns)
+    for row, counts in ((figures, tally), (strict, one.strict)):
+        if row is not None and counts is not None:
+            row["closed_percent"] = closed_percent(counts, lru, oracle)
+    return {
+        "policy": one.policy.name,
+        **figures,
+        "strict": strict,
+        "at_match": None,
+        "ttft_p50_s": None,
+        "ttft_p99_s": None,
+        "regret_to_oracle": None if oracle is None else _share(oracle.hits - tally.hits, tally.demanded),
+        "hit_rate_by_layer": [round(hits / (trace.steps * trace.top), 6) for hits in tally.layer_hits],
+        "wall_s": one.wall_s,
+        "refs_per_s": trace.turns * trace.layers * trace.top / one.wall_s,
+        "conditions": _conditions(trace, scenario),
+    }
+
+
+def closed_percent(tally: Tally, lru: Tally | None, oracle: Tally | None) -> float | None:
+    """(hits - LRU's) / (oracle's - LRU's), in per cent; None without both, or where they are equal."""
+    if lru is None or oracle is None or oracle.hits == lru.hits:
+        return None
+    return round(100 * (tally.hits - lru.hits) / (oracle.hits - lru.hits), 3)
+
+
+def _figures(tally: Tally, turns: int) -> dict[str, object]:
+    used = tally.timely + tally.late
+    blocks = _share(tally.hits, tally.demanded)
+    reads = tally.issued - tally.cancelled + tally.misses
+    return {
+        "hit_rate": {
+            "blocks": blocks,
+            "tokens": blocks,
+            "bytes": blocks,
+            "mass": _share(tally.hit_mass, tally.mass),
+        },
+        "issued": tally.issued,
+        "timely": tally.timely,
+        "late": tally.late,
+        "later": tally.later,
+        "early": tally.early,
+        "useless": tally.useless,
+        "cancelled": tally.cancelled,
+        "open": tally.open,
+        "demand_misses": tally.misses,
+        "accuracy": _share(used, tally.issued),
+        "used_before_eviction": _share(used + tally.later, tally.issued),
+        "coverage": _share(used, used + tally.misses),
+        "prefetches_per_turn": round(tally.issued / turns, 6),
+        "reads_per_turn": round(reads / turns, 6),
+        "bytes_read_per_useful_byte": _share(reads, tally.misses + used + tally.later),
+        "stall_s": round(tally.stall_s, 9),
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 9) if whole else None
+
+
+def _conditions(trace: AttentionTrace, scenario: AttentionScenario) -> dict[str, object]:
+    pace = scenario.pace
+    return {
+        "trace": trace.name,
+        "model": trace.model,
+        "context_tokens": list(trace.context_tokens),
+        "block_tokens": trace.block_tokens,
+        "layers": trace.layers,
+        "steps": trace.steps,
+        "warm_turns": trace.warm_turns,
+        "cold_blocks": trace.first_columns,
+        "demanded_per_turn": trace.top,
+        "capacity": scenario.capacity,
+        "budget_per_turn": scenario.budget,
+        "lookahead_layers": scenario.lookahead,
+        "has_hints": scenario.lookahead in trace.lookaheads,
+        "seed": scenario.seed,
+        "pace": None
+        if pace is None
+        else {
+            "step_s": pace.step_s,
+            "layers_per_step": pace.layers_per_step,
+            "block_bytes": pace.block_bytes,
+            "hint_to_read_s": pace.hint_to_read_s,
+            "device": pace.device.name,
+            "bandwidth_bytes_per_s": pace.device.bandwidth_bytes_per_s,
+            "latency_s": pace.device.latency_s,
+            "source": pace.device.source,
+        },
+    }

@@ -16,15 +16,12 @@ All of these evict by LRU but `lfu` and `belady`. Ours, `dpurt`: see `dpurt.core
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dpurt.core.attention import AttentionModel, AttentionSequence, AttentionSettings
-from dpurt.core.attention_pool import PoolBudget
 from dpurt.replay.attention_trace import AttentionTrace
 
 Floats = npt.NDArray[np.floating]
@@ -69,7 +66,8 @@ class Lru:
         stamp = self._stamp[layer]
         now = turn * self.trace.layers + layer
         stamp[self.trace.demand[turn, layer]] = now + self._late
-        return stamp[: self.trace.columns[turn]]
+        known: Floats = stamp[: self.trace.columns[turn]]
+        return known
 
 
 class Lfu(Lru):

@@ -31,6 +31,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.npyio import NpzFile
 
 from dpurt.errors import ConfigError
 
@@ -65,9 +66,9 @@ class _Meta(msgspec.Struct, frozen=True):
 class AttentionTrace:
     """Demand and hints of one sequence. The first `warm_turns` turns are prompt positions: history, not scored.
 
-    `codes` are the cold blocks' mass codes, [turns, layers, columns]; `columns[i]` says how many there are at turn
-    i. `demand` and `mass` are [turns, layers, top], most mass first. `hints[i, a, l]` are columns, best first, -1 for none, for the scored turn i and look-ahead
-    `lookaheads[a]`.
+    `codes` are the cold blocks' mass codes, [turns, layers, columns]; `columns[i]` says how many there are at
+    turn i. `demand` and `mass` are [turns, layers, top], most mass first. `hints[i, a, l]` are columns, best
+    first, -1 for none, for the scored turn i and look-ahead `lookaheads[a]`.
     """
 
     name: str
@@ -110,18 +111,22 @@ class AttentionTrace:
         """The masses of all cold blocks, demanded or not."""
         return MASS_OF[self.codes[turn, layer, : self.columns[turn]]]
 
-    def hint(self, turn: int, lookahead: int, layer: int) -> npt.NDArray[np.int32] | None:
+    def hint(self, turn: int, lookahead: int, layer: int) -> npt.NDArray[np.int64] | None:
         """The ranked columns for a layer's turn, given so many layers ahead; None where there is no hint."""
         if self.hints is None or lookahead not in self.lookaheads or turn < self.warm_turns:
             return None
         ranked = self.hints[turn - self.warm_turns, self.lookaheads.index(lookahead), layer]
         ranked = ranked[ranked >= 0]
-        return ranked if len(ranked) else None
+        return ranked.astype(np.int64) if len(ranked) else None
 
 
 def read_attention(path: Path, steps: int | None = None, top: int | None = None) -> AttentionTrace:
     """The first `steps` decode steps of a trace. Raises ConfigError for a file that is not one."""
-    arrays = _Arrays(path)
+    with _opened(path) as file:
+        return _read(path, _Arrays(path, file), steps, top)
+
+
+def _read(path: Path, arrays: _Arrays, steps: int | None, top: int | None) -> AttentionTrace:
     meta = arrays.meta()
     all_masses = arrays.codes("mass_q", (meta.steps, meta.layers, None))
     arrays.check_length("mass_q", all_masses, -(-(meta.n_prefill + meta.steps) // meta.block_tokens))
@@ -203,21 +208,26 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(33))
 
 
+def _opened(path: Path) -> NpzFile:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.file_size > MAX_ARRAY_BYTES:
+                    problem = f"expected at most {MAX_ARRAY_BYTES} bytes, got {entry.file_size}"
+                    raise ConfigError(f"{path}: {entry.filename}", problem)
+        file = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(str(path), f"expected a readable .npz file: {error}") from error
+    assert isinstance(file, NpzFile), "a zip file is loaded as one"
+    return file
+
+
 class _Arrays:
     """An open ``.npz`` whose arrays are checked as they are taken."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: NpzFile) -> None:
         self._path = path
-        try:
-            with zipfile.ZipFile(path) as archive:
-                for entry in archive.infolist():
-                    if entry.file_size > MAX_ARRAY_BYTES:
-                        raise ConfigError(
-                            f"{path}: {entry.filename}", f"expected at most {MAX_ARRAY_BYTES} bytes"
-                        )
-            self._file = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise ConfigError(str(path), f"expected a readable .npz file: {error}") from error
+        self._file = file
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.files
@@ -273,8 +283,7 @@ class _Arrays:
         self, name: str, array: npt.NDArray[Any], kind: type[np.generic], shape: tuple[int | None, ...]
     ) -> None:
         fits = len(shape) == array.ndim and all(
-            (want is None and have > 0) or want == have
-            for want, have in zip(shape, array.shape, strict=True)
+            (want is None and have > 0) or want == have for want, have in zip(shape, array.shape, strict=True)
         )
         if array.dtype != kind or not fits:
             wanted = ", ".join("any" if n is None else str(n) for n in shape)
