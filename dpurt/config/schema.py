@@ -32,7 +32,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Micros = Annotated[float, Meta(ge=0)]
 FabricKind = Literal["shm", "tcp"]
-Predictor = Literal["sliding_window", "hint", "attention_prev", "attention_ewma", "cross_request"]
+Predictor = Literal[
+    "sliding_window", "hint", "attention_prev", "attention_ewma", "attention", "cross_request"
+]
 
 MIN_SALT_BYTES = 16
 UNLIMITED = 1 << 62

@@ -1,0 +1,83 @@
+"""Time in an attention replay: how fast layers follow each other, and when a read lands.
+
+The device is one pipe: transfers follow one another at its bandwidth, latencies overlap, and demand reads go
+before prefetches that have not started. A read asked for at `now` reaches the device `hint_to_read_s` later: the
+node's own time. Latency has a seeded exponential tail, as in `dpurt.replay.device`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dpurt.replay.device import DEVICES, JITTER, DeviceProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """`step_s`: a decode step of `layers_per_step` layers (the paced model's; its layers follow each other
+    `step_s / layers_per_step` apart). `block_bytes`: one layer's part of a block."""
+
+    step_s: float = 0.03
+    layers_per_step: int = 80
+    block_bytes: int = 65_536
+    hint_to_read_s: float = 50e-6
+    device: DeviceProfile = field(default_factory=lambda: DEVICES["ai_ssd"])
+
+    def __post_init__(self) -> None:
+        if min(self.step_s, self.layers_per_step, self.block_bytes) <= 0 or self.hint_to_read_s < 0:
+            raise ValueError("step_s, layers_per_step and block_bytes must be > 0, hint_to_read_s >= 0")
+
+    @property
+    def layer_s(self) -> float:
+        """From a layer's start to the next one's, without stalls."""
+        return self.step_s / self.layers_per_step
+
+
+class ReadPipe:
+    """See the module's docstring. `now` never falls."""
+
+    def __init__(self, pace: Pace, seed: int) -> None:
+        self._transfer_s = pace.block_bytes / pace.device.bandwidth_bytes_per_s
+        self._latency_s = pace.device.latency_s
+        self._node_s = pace.hint_to_read_s
+        self._random = random.Random(seed)
+        self._free_at = 0.0
+        self._waiting: dict[int, float] = {}  # slot -> when it may start, in order of issue
+        self._lands: dict[int, float] = {}
+
+    def prefetch(self, slots: Iterable[int], now: float) -> None:
+        """Queue reads behind all others."""
+        for slot in slots:
+            self._waiting[slot] = now + self._node_s
+
+    def demand(self, slots: Iterable[int], now: float) -> float:
+        """Read these before whatever waits; when the last one lands. `now` for none."""
+        self._start(now + self._node_s)
+        last = now
+        for slot in slots:
+            self._waiting.pop(slot, None)
+            last = max(last, self._read(now + self._node_s))
+        return last
+
+    def landing(self, slot: int, now: float) -> float | None:
+        """When a slot's prefetch lands: ``-inf`` for long ago, None if it still waits to start."""
+        self._start(now)
+        return None if slot in self._waiting else self._lands.get(slot, float("-inf"))
+
+    def withdraw(self, slot: int) -> bool:
+        """Take a waiting prefetch out. False if it has started."""
+        return self._waiting.pop(slot, None) is not None
+
+    def _start(self, now: float) -> None:
+        while self._waiting:
+            slot, ready = next(iter(self._waiting.items()))
+            if max(self._free_at, ready) > now:
+                return
+            del self._waiting[slot]
+            self._lands[slot] = self._read(ready)
+
+    def _read(self, ready: float) -> float:
+        self._free_at = max(self._free_at, ready) + self._transfer_s
+        return self._free_at + self._latency_s * (1 + JITTER * self._random.expovariate(1.0))
