@@ -3,7 +3,8 @@
 A registration pins its pages and costs what pinning costs, so it is made once for what lives long. `lkey` is for our own
 requests; an `rkey` is a capability for the peer: it is never printed. A *window* opens a range of a registration to the peer
 of one queue pair only, and closing it ends that at once, whatever the peer does: after `close` no request of the peer is
-carried out any more. Windows are not reused: a device may refuse a key it has seen, and making one is cheap.
+carried out any more. Windows are not reused: a device may refuse a key it has seen, and making one is cheap. Soft-RoCE in
+Linux 6.1 enforces a window's key, queue pair, direction and end, but of its bounds only those of the registration below.
 
 Leaves to others: who may have which key; keeping the memory alive while it is registered (`Registration` holds the view).
 """
