@@ -11,6 +11,7 @@ Soft-RoCE lets a busy writer's acknowledge timer run out though all goes well, s
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import random
 import socket
 from collections.abc import Callable, Sequence
@@ -109,6 +110,14 @@ class QueuePairAddress:
     mtu: int
     max_reads: int
 
+    def check(self) -> None:
+        """Raises ValueError unless a peer could have this address."""
+        ipaddress.IPv6Address(self.gid)
+        if not 0 < self.number < 1 << 24 or not 0 <= self.psn < 1 << 24 or not 0 < self.max_reads < 256:
+            raise ValueError("no queue pair has these numbers")
+        if self.mtu not in (256, 512, 1024, 2048, 4096):
+            raise ValueError(f"no path has an MTU of {self.mtu}")
+
 
 @dataclass(slots=True, eq=False)
 class _Run:
@@ -176,6 +185,10 @@ class QueuePair:
 
     def connect(self, peer: QueuePairAddress) -> None:
         """INIT -> RTR -> RTS. Raises QueuePairError when the peer's address cannot be used."""
+        try:
+            peer.check()
+        except ValueError as error:
+            raise QueuePairError(self.peer, "refused", str(error)) from error
         self.peer = f"{peer.gid} QP {peer.number}"
         attr = self._connection(peer)
         self._guard(lambda: self._handle.to_rts(attr))  # takes each step, INIT to INIT among them

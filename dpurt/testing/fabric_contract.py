@@ -543,6 +543,7 @@ async def nobody_there_is_node_unavailable(rig: Rig) -> None:
         "memory": {"name": "none"},
         "shm": {"path": "/nonexistent"},
         "tcp": {"host": "127.0.0.1", "port": 1},
+        "verbs": {"host": "127.0.0.1", "port": 1},
     }
     kind = rig.fabric.kind
     await _raises(NodeUnavailable, connect, kind, nowhere[kind], ALICE, token_of(ALICE), soon())
