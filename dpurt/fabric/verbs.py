@@ -23,6 +23,7 @@ Leaves to others: the host side (`dpurt.fabric.verbs_host`), leases, CRCs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import secrets
@@ -40,6 +41,7 @@ from dpurt.fabric.frames import FrameLimits
 from dpurt.fabric.node_link import FabricBase
 from dpurt.fabric.verbs_control import (
     Ask,
+    Broken,
     Challenge,
     Control,
     Denied,
@@ -230,7 +232,7 @@ class VerbsLink:
         except BaseException:
             made.destroy()
             raise
-        made.on_failed = self._end_grants
+        made.on_failed = functools.partial(self._broke, peer.queue_pair.number)
         self._queue_pair = made
         return made
 
@@ -241,6 +243,11 @@ class VerbsLink:
                 self._end_grant(received.immediate, is_ok=True)
 
         queue_pair.post_receive(self._fabric.memory.nothing, arrived)
+
+    def _broke(self, number: int) -> None:
+        """Tell the host, whose end would wait long for answers that do not come."""
+        self._control.post(Broken(number))
+        self._end_grants()
 
     def _end_grants(self) -> None:
         """The queue pair is in error or gone: nothing that was granted on it will be done."""

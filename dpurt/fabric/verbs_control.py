@@ -18,6 +18,7 @@ pair addresses. Numbers are the asking side's, and never used twice on a link.
                             <-            Pushed(number)          the host has seen it
                             <-            Rejoin(queue pair)      the old one is broken
     Rejoined(queue pair)    ->
+    Broken(number)          ->            the node's end of the queue pair whose number at the host is this is broken
 
 Keys (rkeys) are capabilities: they are in no `repr`, and nothing here is logged.
 """
@@ -39,7 +40,7 @@ from dpurt.fabric.wire import Wire
 from dpurt.rdma.queue_pair import QueuePairAddress
 
 __all__ = [
-    "Ask", "Challenge", "Control", "Denied", "Done", "Granted", "Join", "Landing", "Message", "Pushed", "Refusal", "Rejoin",
+    "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Granted", "Join", "Landing", "Message", "Pushed", "Refusal", "Rejoin",
     "Rejoined", "Run", "Stored", "Welcome", "proof",
 ]  # fmt: skip
 
@@ -130,6 +131,10 @@ class Rejoined(_Base, frozen=True):
     queue_pair: QueuePairAddress
 
 
+class Broken(_Base, frozen=True):
+    number: int
+
+
 Message = (
     Challenge
     | Join
@@ -144,6 +149,7 @@ Message = (
     | Pushed
     | Rejoin
     | Rejoined
+    | Broken
 )
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()

@@ -35,6 +35,7 @@ from dpurt.fabric import Address, FabricStats, MemoryRegion, Piece
 from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.verbs_control import (
     Ask,
+    Broken,
     Challenge,
     Control,
     Denied,
@@ -65,6 +66,7 @@ MAX_ASKS = 16  # at a time; the node allows more
 MAX_PUSHES = 16  # receives posted: the node has no more under way
 MAX_COMPLETIONS = 512
 REJOIN_S = 10.0
+FAR_END_S = 0.1
 
 
 @dataclass(slots=True)
@@ -283,6 +285,12 @@ class VerbsEndpoint:
         while self._offered is not None and self._closed is None:
             await self._changed.wait()
 
+    async def _far_end_broke(self, number: int) -> None:
+        """Our end may have the better reason on its way: give it a moment."""
+        await trio.sleep(FAR_END_S)
+        if self._queue_pair.number == number and self._queue_pair.is_usable:
+            self._queue_pair.fail("the node's end is broken")
+
     def _rejoined(self, message: Rejoined) -> None:
         offered, self._offered = self._offered, None
         if offered is None:
@@ -305,7 +313,7 @@ class VerbsEndpoint:
             nursery.start_soon(self._replace_broken)
             try:
                 while True:
-                    self._hear(await self._control.receive())
+                    self._hear(await self._control.receive(), nursery)
             except FabricError as error:
                 if error.status == "closed":
                     self._close("closed by the node")
@@ -315,7 +323,7 @@ class VerbsEndpoint:
                 self._broken(str(error))
             nursery.cancel_scope.cancel()
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
             case Granted(number) | Refusal(number):
                 if number in self._questions:
@@ -325,6 +333,8 @@ class VerbsEndpoint:
                     self._questions[number].stored()
             case Rejoined():
                 self._rejoined(message)
+            case Broken(number):
+                nursery.start_soon(self._far_end_broke, number)
             case _:
                 raise self._protocol(f"{type(message).__name__} from a node")
 
