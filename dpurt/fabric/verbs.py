@@ -67,7 +67,7 @@ from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, Registration, Segment, Window, address_of
 from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, Received, Sge
 
-__all__ = ["VerbsFabric", "VerbsLimits", "VerbsLink", "connect"]
+__all__ = ["VerbsFabric", "VerbsLimits", "VerbsLink", "connect", "cut"]
 
 SCRATCH_BYTES = 4096
 
@@ -470,7 +470,7 @@ class VerbsLink:
         if not within(offset, length, landing.size):
             detail = f"no landing at region {region} [{offset}, +{length})"
             raise RemoteAccessError(self._control.peer, "push", detail)
-        return _cut(landing.runs, offset, length)
+        return cut(landing.runs, offset, length)
 
     async def _push(
         self, sources: Sequence[memoryview], remote: Sequence[Sequence[Run]], deadline: float
@@ -515,7 +515,7 @@ def _around(one: Segment, other: Segment) -> Segment:
     return Segment(start, end - start, one.chunk)
 
 
-def _cut(runs: Sequence[Run], offset: int, length: int) -> list[Run]:
+def cut(runs: Sequence[Run], offset: int, length: int) -> list[Run]:
     """The part [offset, +length) of memory that consists of these runs."""
     found = []
     for run in runs:
@@ -602,7 +602,7 @@ class VerbsFabric(FabricBase[VerbsLink]):
         nursery.start_soon(self._serve_connection, sock)
 
     async def _serve_connection(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         control = Control(sock, "unknown host")
         link = None
         try:

@@ -168,11 +168,14 @@ class Control:
     """One end of the connection. `post` never waits; one task runs `flush`, one calls `receive`."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._wire = Wire(sock, peer)
         self._unsent = bytearray()
         self._more = trio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._wire.is_open
 
     @property
     def peer(self) -> str:

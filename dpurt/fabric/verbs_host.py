@@ -166,11 +166,11 @@ class VerbsEndpoint:
 
     async def _call(self, op: str, pieces: Sequence[Piece], deadline: float) -> None:
         self._check_open(op)
-        generation = self._generation
         try:
             with trio.CancelScope(deadline=deadline):
                 await trio.lowlevel.checkpoint_if_cancelled()
                 async with self._asking:
+                    generation = self._generation
                     try:
                         await self._attempt(op, pieces, deadline)
                     except QueuePairError as error:
@@ -191,18 +191,21 @@ class VerbsEndpoint:
         return FabricError(self._control.peer, op, status, 0, self._closed or str(error))
 
     async def _attempt(self, op: str, pieces: Sequence[Piece], deadline: float) -> None:
-        """Ask, move, say so. Whatever happens, the node hears that we touch its memory no more."""
+        """Ask, move, say so. Whatever happens, the node hears that we touch its memory no more.
+
+        What is granted holds for the queue pair of that time, so another that took its place is not used."""
+        queue_pair = self._queue_pair
         number = next(self._numbers)
         question = self._questions[number] = _Question()
         is_ok = False
         try:
             entries = [(piece.region_id, piece.offset, len(piece.local), piece.lease) for piece in pieces]
             self._control.post(Ask(number, op, entries))
-            runs = await self._granted(question, op, entries)
+            runs = await self._granted(question, queue_pair, op, entries)
             if runs:
-                await self._move(op, pieces, runs, number, deadline)
+                await self._move(queue_pair, op, pieces, runs, number, deadline)
             if op == "store":
-                await self._until_stored(question)
+                await self._until_stored(question, queue_pair)
             is_ok = True
         finally:
             del self._questions[number]
@@ -210,17 +213,19 @@ class VerbsEndpoint:
                 self._control.post(Done(number, is_ok))
 
     async def _granted(
-        self, question: _Question, op: str, entries: Sequence[tuple[int, int, int, int]]
+        self,
+        question: _Question,
+        queue_pair: QueuePair,
+        op: str,
+        entries: Sequence[tuple[int, int, int, int]],
     ) -> list[Run]:
-        queue_pair = self._queue_pair
         while question.answer is None:
             await self._wait(question, queue_pair)
         if isinstance(question.answer, Refusal):
             raise RemoteAccessError(self._control.peer, op, _entry_text(entries, question.answer))
         return question.answer.runs
 
-    async def _until_stored(self, question: _Question) -> None:
-        queue_pair = self._queue_pair
+    async def _until_stored(self, question: _Question, queue_pair: QueuePair) -> None:
         while not question.is_stored:
             await self._wait(question, queue_pair)
 
@@ -230,7 +235,13 @@ class VerbsEndpoint:
         await question.changed.wait()
 
     async def _move(
-        self, op: str, pieces: Sequence[Piece], runs: Sequence[Run], number: int, deadline: float
+        self,
+        queue_pair: QueuePair,
+        op: str,
+        pieces: Sequence[Piece],
+        runs: Sequence[Run],
+        number: int,
+        deadline: float,
     ) -> None:
         spans: list[Span] = [(address_of(piece.local), len(piece.local)) for piece in pieces if piece.local]
         is_pull = op == "pull"
@@ -240,7 +251,7 @@ class VerbsEndpoint:
             raise self._protocol("a grant of another length than was asked for")
         with registered(self._adapter, known, spans, access) as local:
             works = aligned(Opcode.READ if is_pull else Opcode.WRITE, sges_of(local, spans), runs)
-            await self._queue_pair.run(works if is_pull else with_immediate(works, number), deadline)
+            await queue_pair.run(works if is_pull else with_immediate(works, number), deadline)
 
     # --- the queue pair ---
 
@@ -455,4 +466,5 @@ async def _dial(host: str, port: int, where: str) -> socket.socket:
     except BaseException:
         sock.close()
         raise
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return socket.socket(fileno=sock.detach())
