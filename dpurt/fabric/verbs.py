@@ -193,6 +193,7 @@ class VerbsLink:
         self._limits = fabric.limits
         self._queue_pair: QueuePair | None = None
         self._grants: dict[int, _Grant] = {}
+        self._asking = trio.Semaphore(self._limits.max_asks)
         self._landings: dict[int, Landing] = {}
         self._landed = trio.Event()  # a landing came, or the link ends
         self._pushes: dict[int, _Push] = {}
@@ -308,6 +309,7 @@ class VerbsLink:
     async def _obey(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
             case Ask():
+                await self._asking.acquire()  # who asks for too much at a time is not heard for a while
                 self._check_ask(message)
                 grant = self._grants[message.number] = _Grant()
                 nursery.start_soon(self._serve_ask, message, grant)
@@ -329,8 +331,6 @@ class VerbsLink:
         frames = self._limits.frames
         if ask.op not in ("pull", "store") or not 0 < ask.number < 1 << 32 or ask.number in self._grants:
             raise self._protocol("a malformed ask")
-        if len(self._grants) >= self._limits.max_asks:
-            raise self._protocol(f"more than {self._limits.max_asks} asks at a time")
         total = sum(length for _, _, length, _ in ask.entries)
         if len(ask.entries) > frames.max_entries or total > frames.max_request_bytes:
             raise self._protocol(f"an ask for {total} bytes in {len(ask.entries)} ranges")
@@ -356,6 +356,7 @@ class VerbsLink:
                     self._control.post(Stored(ask.number))
         finally:
             del self._grants[ask.number]
+            self._asking.release()
 
     async def _serve_claimed(self, ask: Ask, grant: _Grant, total: int) -> None:
         with self._fabric.memory.using({entry[0] for entry in ask.entries if entry[2]}) as registrations:

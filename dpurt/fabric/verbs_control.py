@@ -30,7 +30,7 @@ import hmac
 import math
 import socket
 import struct
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import trio
@@ -46,9 +46,12 @@ __all__ = [
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
+_TURN_MESSAGES = 16
 _LENGTH = struct.Struct("<I")
 
-Entry = tuple[int, int, int, int]  # region id, offset, length, lease
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Entry = tuple[_Natural, _Natural, _Natural, _Natural]  # region id, offset, length, lease
 
 
 class _Base(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -58,9 +61,9 @@ class _Base(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unkno
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """Bytes the peer may touch: `length` at `address`, with `key`."""
 
-    address: int
-    length: int
-    key: int
+    address: _Natural
+    length: _Natural
+    key: _Key
 
     def __repr__(self) -> str:
         return f"Run({self.length} bytes)"
@@ -88,7 +91,7 @@ class Denied(_Base, frozen=True):
 
 
 class Ask(_Base, frozen=True):
-    number: int
+    number: _Natural
     op: str
     entries: list[Entry]
 
@@ -171,6 +174,7 @@ class Control:
         self._sock = sock
         self._wire = Wire(sock, peer)
         self._unsent = bytearray()
+        self._received = 0
         self._more = trio.Event()
 
     @property
@@ -223,6 +227,9 @@ class Control:
 
     async def receive(self, deadline: float = math.inf) -> Message:
         """The next message. Raises FabricError: ``"closed"``, ``"timed_out"``, ``"protocol"``."""
+        self._received += 1
+        if self._received % _TURN_MESSAGES == 0:  # a flood of them must not starve the loop
+            await trio.lowlevel.checkpoint()
         [length] = _LENGTH.unpack(await self._wire.receive_bytes(_LENGTH.size, deadline))
         if length > MAX_MESSAGE_BYTES:
             raise FabricError(self.peer, "control", "protocol", 0, f"a message of {length} bytes")

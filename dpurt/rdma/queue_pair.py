@@ -265,7 +265,7 @@ class QueuePair:
                 requests.prepend(work, wr_id | self._serial, is_signalled=wr_id == ids[-1])
             self._handle.post_send(requests.first)
         except verbs().PyverbsError as error:
-            self._broken(f"posting: {error}")
+            self.give_up(f"posting: {error}")
         finally:
             requests.close()
 
@@ -294,7 +294,7 @@ class QueuePair:
         try:
             self._handle.post_recv(request)
         except v.PyverbsError as error:
-            self._broken(f"posting a receive: {error}")
+            self.give_up(f"posting a receive: {error}")
         finally:
             request.close()
             element.close()
@@ -350,8 +350,8 @@ class QueuePair:
         self._failed()
         self._wake()
 
-    def _broken(self, reason: str) -> None:
-        """A post was refused: what the books hold will not all be reported, so nothing short of the end will do."""
+    def give_up(self, reason: str) -> None:
+        """What the books hold will not all be reported (a post was refused, the device is gone): only the end will do."""
         self.failure = self.failure or reason
         self.destroy()
         self.on_failed()
