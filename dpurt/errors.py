@@ -208,6 +208,36 @@ class RemoteAccessError(FabricError):
         super().__init__(peer, stage, "remote_access", 0, detail)
 
 
+class RdmaUnavailable(DpurtError):
+    """RDMA cannot be used: no device, no pyverbs, or no such device. `device` is what was asked for, or empty."""
+
+    def __init__(self, device: str, why: str) -> None:
+        super().__init__(f"RDMA device {device}: {why}" if device else why)
+        self.device = device
+        self.why = why
+
+
+class RdmaLimit(DpurtError):
+    """The device or the system refuses a resource. `what` names the limit, `remedy` what to set."""
+
+    def __init__(self, device: str, what: str, remedy: str) -> None:
+        super().__init__(f"RDMA device {device}: {what}; {remedy}")
+        self.device = device
+        self.what = what
+        self.remedy = remedy
+
+
+class QueuePairError(DpurtError):
+    """Work on a queue pair did not end well; the device touches its memory no more. `status` is ``"timed_out"``,
+    ``"closed"``, or what the device said, e.g. ``"remote_access"``, ``"retries_exceeded"``, ``"flushed"``.
+    """
+
+    def __init__(self, peer: str, status: str, detail: str = "") -> None:
+        super().__init__(f"queue pair to {peer}: {status}" + (f" ({detail})" if detail else ""))
+        self.peer = peer
+        self.status = status
+
+
 class ActorCrashed(DpurtError):
     """An agent failed more often than its restart policy allows."""
 

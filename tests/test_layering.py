@@ -19,7 +19,8 @@ PACKAGE = ROOT / "dpurt"
 BASE = {"errors"}
 PURE = BASE | {"core"}
 SANS_IO = PURE | {"wire"}
-DRIVERS = SANS_IO | {"bdev", "fabric", "transport", "engines"}
+RDMA = SANS_IO | {"rdma"}
+DRIVERS = RDMA | {"bdev", "fabric", "transport", "engines"}
 KERNEL = DRIVERS | {"runtime"}
 SETTINGS = {"keys", "config"}
 AGENTS = KERNEL | SETTINGS | {"agents"}
@@ -36,8 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "progress": BASE,
     "json_output": BASE,
     "engines": SANS_IO,
-    "bdev": SANS_IO,
-    "fabric": SANS_IO,
+    "rdma": SANS_IO,
+    "bdev": RDMA,
+    "fabric": RDMA,
     "transport": SANS_IO,
     "runtime": DRIVERS,
     "agents": KERNEL | SETTINGS,
@@ -169,6 +171,7 @@ def test_allowed_arrows_have_no_cycle_below_the_node() -> None:
     for part in (
         "core",
         "wire",
+        "rdma",
         "bdev",
         "fabric",
         "transport",

@@ -31,6 +31,7 @@ from dpurt.config.schema import (
     SpdkBdevConfig,
     StagingConfig,
     TenantConfig,
+    VerbsConfig,
     VhostUserBdevConfig,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "CurveConfig",
     "EnvelopeConfig",
     "FabricConfig",
+    "VerbsConfig",
     "FileBdevConfig",
     "GatewayConfig",
     "GeometryConfig",

@@ -1,0 +1,273 @@
+"""An opened RDMA device on Trio: one protection domain, one completion queue, and the task that reads it.
+
+Theory of operation. `run` is the completion task. It sleeps on the completion channel's descriptor; when that says something,
+it polls until nothing has come for a few turns, asks for the next event, looks once more (a completion may have slipped in
+between) and sleeps again. How many turns adapts: polling that found something is done longer the next time, polling in vain
+shorter, so a busy link is polled and an idle one costs nothing. `stats` says what that cost.
+
+pyverbs does not tell the channel's descriptor, so it is found as the one that is new; and its `get_cq_event` would block with
+the interpreter's lock held, so the descriptor is made non-blocking first.
+
+All queue pairs share the completion queue; each claims room in it for all it can have under way, so it cannot overflow.
+
+Leaves to others: what is moved and when; who may; connecting (addresses travel some other way).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from dpurt.errors import RdmaLimit, RdmaUnavailable
+from dpurt.rdma.binding import verbs
+from dpurt.rdma.device import RdmaDevice
+from dpurt.rdma.memory import Access, Registration, Window, allocate_mr, allocate_window, refused
+from dpurt.rdma.queue_pair import QueuePair
+
+__all__ = ["Adapter", "AdapterStats"]
+
+MAX_COMPLETIONS = 16384
+_BATCH = 64
+_MIN_TURNS, _MAX_TURNS = 1, 16
+_FINDING = threading.Lock()  # two channels opened at once would both be new
+
+
+@dataclass(slots=True)
+class AdapterStats:
+    """Counters of one adapter."""
+
+    completions: int = 0
+    failed: int = 0  # of these
+    polls: int = 0
+    empty_polls: int = 0
+    events: int = 0
+    queue_pairs: int = 0  # open now
+    regions: int = 0
+    windows: int = 0
+
+
+class Adapter:
+    """One device, opened. Raises RdmaUnavailable. `max_chunk_bytes`: of one registration, if less than the device's limit."""
+
+    def __init__(
+        self,
+        device: RdmaDevice,
+        *,
+        max_completions: int = MAX_COMPLETIONS,
+        max_chunk_bytes: int = 1 << 62,
+        context: Any = None,
+    ) -> None:
+        """`context`: a pyverbs Context of the device that somebody else (a connection manager) has opened, and closes."""
+        self.device = device
+        self.max_chunk_bytes = min(max_chunk_bytes, device.limits.max_mr_bytes)
+        self.stats = AdapterStats()
+        self._max_completions = min(max_completions, device.limits.max_cqe)
+        self.failure = ""
+        self._promised = 0
+        self._turns = _MIN_TURNS
+        self._queue_pairs: dict[int, QueuePair] = {}
+        self._serials = itertools.cycle(range(1, 1 << 15))
+        self._scope = trio.CancelScope()
+        self._is_open = True
+        self._owned: list[Any] = []  # in order of making
+        try:
+            self._open(context)
+        except verbs().PyverbsError as error:
+            self._close_owned()
+            raise RdmaUnavailable(device.name, f"cannot be opened: {error}") from error
+
+    def _open(self, context: Any) -> None:
+        v = verbs()
+        if context is None:
+            context = v.Context(name=self.device.name)
+            self._owned.append(context)
+        self.pd = v.PD(context)
+        self._owned.append(self.pd)
+        self._channel, self._event_fd = _open_channel(context)
+        self._owned.append(self._channel)
+        self.cq = v.CQ(context, self._max_completions, None, self._channel, 0)
+        self._owned.append(self.cq)
+
+    # --- completions ---
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """The completion task; ends when the adapter is closed. Without it nothing is ever reported."""
+        task_status.started()
+        try:
+            with self._scope:
+                while self._is_open:
+                    await self._sleep()
+                    await self._poll_while_busy()
+        except verbs().PyverbsError as error:
+            self._fail(f"the device failed: {error}")
+
+    def _fail(self, reason: str) -> None:
+        """Nothing will be reported any more: that is the end of every queue pair, and there will be no other."""
+        self.failure = reason
+        for queue_pair in list(self._queue_pairs.values()):
+            queue_pair.give_up(reason)
+
+    async def _sleep(self) -> None:
+        self.cq.req_notify()
+        if self._poll():
+            return
+        try:
+            await trio.lowlevel.wait_readable(self._event_fd)
+        except trio.ClosedResourceError:
+            return
+        self._take_events()
+
+    def _take_events(self) -> None:
+        with contextlib.suppress(verbs().PyverbsRDMAError):  # EAGAIN: that was all
+            while True:
+                self._channel.get_cq_event(self.cq)
+                self.cq.ack_events(1)
+                self.stats.events += 1
+
+    async def _poll_while_busy(self) -> None:
+        vain = 0
+        while vain < self._turns and self._is_open:
+            if self._poll():
+                self._turns = min(_MAX_TURNS, self._turns + vain)
+                vain = 0
+            else:
+                vain += 1
+            await trio.lowlevel.checkpoint()
+        self._turns = max(_MIN_TURNS, self._turns // 2)
+
+    def _poll(self) -> int:
+        count: int
+        count, done = self.cq.poll(_BATCH)
+        self.stats.polls += 1
+        self.stats.empty_polls += not count
+        self.stats.completions += count
+        for wc in done:
+            self.stats.failed += wc.status != 0
+            queue_pair = self._queue_pairs.get(wc.qp_num)
+            if queue_pair is not None:
+                queue_pair.completed(wc)
+        return count
+
+    # --- queue pairs ---
+
+    def queue_pair(self, *, send_depth: int, receive_depth: int, access: Access) -> QueuePair:
+        """A new queue pair, in RESET. Raises RdmaLimit."""
+        v = verbs()
+        if self.failure:
+            raise RdmaLimit(self.device.name, self.failure, "see the kernel's log; a restart opens it again")
+        initial = self.initial_attributes(send_depth, receive_depth)
+        try:
+            handle = v.QP(self.pd, initial)
+        except v.PyverbsError as error:
+            raise refused(self.device, "a queue pair", error) from error
+        return self.adopt(handle, send_depth=send_depth, receive_depth=receive_depth, access=access)
+
+    def initial_attributes(self, send_depth: int, receive_depth: int, *, max_sge: int = 1) -> Any:
+        """pyverbs' attributes for making a queue pair on this adapter; signalling is left to each request."""
+        v, limits = verbs(), self.device.limits
+        if max(send_depth, receive_depth) > limits.max_qp_wr:
+            raise RdmaLimit(
+                self.device.name,
+                f"a queue of {max(send_depth, receive_depth)} requests; the device allows {limits.max_qp_wr}",
+                "ask for a smaller depth",
+            )
+        cap = v.QPCap(
+            max_send_wr=send_depth, max_recv_wr=max(1, receive_depth), max_send_sge=max_sge, max_recv_sge=1
+        )
+        return v.QPInitAttr(qp_type=v.enums.IBV_QPT_RC, scq=self.cq, rcq=self.cq, cap=cap, sq_sig_all=0)
+
+    def adopt(self, handle: Any, *, send_depth: int, receive_depth: int, access: Access) -> QueuePair:
+        """Take charge of a pyverbs queue pair made with `initial_attributes`. Raises RdmaLimit."""
+        depth = send_depth + receive_depth
+        if self._promised + depth > self._max_completions:
+            handle.close()
+            raise RdmaLimit(
+                self.device.name,
+                f"the completion queue has {self._max_completions} entries, {self._promised} are promised",
+                "connect fewer hosts, or make queues less deep",
+            )
+        made = QueuePair(self, handle, next(self._serials), send_depth, receive_depth, access)
+        self._promised += depth
+        self._queue_pairs[made.number] = made
+        self.stats.queue_pairs += 1
+        return made
+
+    def discard(self, queue_pair: QueuePair) -> None:
+        """The queue pair is about to be destroyed; only it calls this."""
+        del self._queue_pairs[queue_pair.number]
+        self._promised -= queue_pair.depth
+        self.stats.queue_pairs -= 1
+
+    # --- memory ---
+
+    def register(self, address: int, length: int, access: Access, owner: object = None) -> Registration:
+        """Register memory. `owner` is kept alive with it. Raises RdmaLimit, which names the limit and the remedy."""
+        return Registration(self, address, length, access, owner)
+
+    def window(self) -> Window:
+        """A new type-2 window. Raises RdmaLimit."""
+        return Window(self)
+
+    def make_mr(self, address: int, length: int, access: Access) -> Any:
+        made = allocate_mr(self.pd, self.device, address, length, access)
+        self.stats.regions += 1
+        return made
+
+    def make_window(self) -> Any:
+        made = allocate_window(self.pd, self.device)
+        self.stats.windows += 1
+        return made
+
+    def forget_mr(self, handle: Any) -> None:
+        if self._is_open:  # else it went with the device
+            handle.close()
+            self.stats.regions -= 1
+
+    def forget_window(self, handle: Any) -> None:
+        if self._is_open:
+            handle.close()
+            self.stats.windows -= 1
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """End the completion task and everything of this adapter, at once. Idempotent."""
+        if not self._is_open:
+            return
+        for queue_pair in list(self._queue_pairs.values()):
+            queue_pair.destroy()
+        self._is_open = False
+        self._scope.cancel()
+        self._take_events()
+        trio.lowlevel.notify_closing(self._event_fd)
+        self._close_owned()
+
+    def _close_owned(self) -> None:
+        while self._owned:
+            self._owned.pop().close()
+
+
+def _open_channel(context: Any) -> tuple[Any, int]:
+    v = verbs()
+    with _FINDING:
+        before = _event_files()
+        channel = v.CompChannel(context)
+        [descriptor] = _event_files() - before
+    os.set_blocking(descriptor, False)
+    return channel, descriptor
+
+
+def _event_files() -> set[int]:
+    """Numbers of this process's open verbs event files."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "infinibandevent" in os.readlink(entry.path):
+                found.add(int(entry.name))
+    return found

@@ -1,0 +1,435 @@
+"""One reliable-connected queue pair on Trio: `QueuePairCore` keeps the books, pyverbs has the queue pair.
+
+`run` carries out a list of works in order, as many at a time as the send queue takes, and promises the one thing memory needs:
+when it returns or raises, the device no longer touches the works' memory. A cancelled or late `run` posts no more and waits
+for what is posted; if that does not end in `DRAIN_S` the queue pair is put into error, which flushes it, and if even the flush
+does not come it is destroyed. A queue pair in error never comes back: the owner makes a new one.
+
+Soft-RoCE lets a busy writer's acknowledge timer run out though all goes well, so that timer is a long one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import random
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from dpurt.errors import QueuePairError
+from dpurt.rdma.binding import verbs
+from dpurt.rdma.memory import Access, Chunk, Window
+from dpurt.rdma.qp import FLUSHED, SUCCESS, Ended, QpState, QueuePairCore, is_receive
+
+if TYPE_CHECKING:
+    from dpurt.rdma.endpoint import Adapter
+
+__all__ = ["Bind", "Opcode", "QueuePair", "QueuePairAddress", "Received", "Sge", "Work"]
+
+DRAIN_S = 5.0
+FLUSH_S = 2.0
+ACK_TIMEOUT = 18  # 4.096 us * 2**18: about a second
+RETRIES = 7
+RNR_TIMER = 12  # 0.64 ms
+CHAIN = 16  # works posted by one call
+_SERIAL_SHIFT = 48
+
+STATUS = {
+    0: SUCCESS, 1: "local_length", 2: "local_operation", 4: "local_protection", 5: FLUSHED, 6: "window_bind",
+    7: "bad_response", 8: "local_access", 9: "remote_invalid_request", 10: "remote_access", 11: "remote_operation",
+    12: "retries_exceeded", 13: "receiver_not_ready",
+}  # fmt: skip
+"""Work completion statuses in words."""
+
+
+class Opcode(IntEnum):
+    """What a work does (the numbers are those of verbs)."""
+
+    WRITE = 0
+    WRITE_IMMEDIATE = 1
+    SEND = 2
+    READ = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sge:
+    """Local bytes of a work."""
+
+    address: int
+    length: int
+    lkey: int = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One work request. `immediate` is a 32-bit number for WRITE_IMMEDIATE."""
+
+    opcode: Opcode
+    local: tuple[Sge, ...]
+    remote_address: int = 0
+    rkey: int = field(default=0, repr=False)
+    immediate: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Open [address, +length) of `chunk` to this queue pair's peer through `window`, which gets its rkey by the post."""
+
+    window: Window
+    chunk: Chunk
+    address: int
+    length: int
+    access: Access
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A receive that is over."""
+
+    status: str
+    length: int = 0
+    immediate: int = 0
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == SUCCESS
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePairAddress:
+    """What the peer needs to connect. Plain values; no secret."""
+
+    number: int
+    psn: int
+    gid: str
+    mtu: int
+    max_reads: int
+
+    def check(self) -> None:
+        """Raises ValueError unless a peer could have this address."""
+        ipaddress.IPv6Address(self.gid)
+        if not 0 < self.number < 1 << 24 or not 0 <= self.psn < 1 << 24 or not 0 < self.max_reads < 256:
+            raise ValueError("no queue pair has these numbers")
+        if self.mtu not in (256, 512, 1024, 2048, 4096):
+            raise ValueError(f"no path has an MTU of {self.mtu}")
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The posts of one `run`."""
+
+    flying: int = 0
+    status: str = SUCCESS
+    settled: trio.Event = field(default_factory=trio.Event)
+
+    def ended(self, status: str) -> None:
+        self.flying -= 1
+        if status != SUCCESS and self.status in (SUCCESS, FLUSHED):
+            self.status = status
+        if not self.flying:
+            self.settled.set()
+            self.settled = trio.Event()
+
+    async def until_settled(self) -> None:
+        while self.flying:
+            await self.settled.wait()
+
+
+class QueuePair:
+    """Made by `Adapter.queue_pair`, or around a queue pair somebody else connected (`handle`, and `mark_connected`)."""
+
+    def __init__(
+        self, adapter: Adapter, handle: Any, serial: int, send_depth: int, receive_depth: int, access: Access
+    ) -> None:
+        self._adapter = adapter
+        self._handle = handle
+        self._access = access
+        self._serial = serial << _SERIAL_SHIFT
+        self._core = QueuePairCore(send_depth, receive_depth)
+        self._room = trio.Event()
+        self._quiet = trio.Event()
+        self.number: int = handle.qp_num
+        self.psn = random.SystemRandom().randrange(1 << 24)
+        self.peer = "nobody"
+        self.failure = ""  # the first thing that went wrong
+        self.on_failed: Callable[[], None] = lambda: None
+
+    # --- connection ---
+
+    @property
+    def address(self) -> QueuePairAddress:
+        device = self._adapter.device
+        return QueuePairAddress(self.number, self.psn, device.gid, device.mtu, device.limits.max_rd_atomic)
+
+    @property
+    def is_usable(self) -> bool:
+        return self._core.is_usable
+
+    @property
+    def depth(self) -> int:
+        """Completions it can have under way."""
+        return self._core.send_depth + self._core.receive_depth
+
+    def prepare(self) -> None:
+        """RESET -> INIT: receives may be posted, so that the peer finds them from its first message on."""
+        v = verbs()
+        attr = v.QPAttr(port_num=self._adapter.device.port)
+        attr.qp_access_flags = int(self._access)
+        self._guard(lambda: self._handle.to_init(attr))
+        self._core.advance(QpState.INIT)
+
+    def connect(self, peer: QueuePairAddress) -> None:
+        """INIT -> RTR -> RTS. Raises QueuePairError when the peer's address cannot be used."""
+        try:
+            peer.check()
+        except ValueError as error:
+            raise QueuePairError(self.peer, "refused", str(error)) from error
+        self.peer = f"{peer.gid} QP {peer.number}"
+        attr = self._connection(peer)
+        self._guard(lambda: self._handle.to_rts(attr))  # takes each step, INIT to INIT among them
+        self._core.advance(QpState.RTR)
+        self._core.advance(QpState.RTS)
+
+    def mark_connected(self) -> None:
+        """Somebody else (a connection manager) has brought the handle to RTS."""
+        for state in (QpState.INIT, QpState.RTR, QpState.RTS):
+            self._core.advance(state)
+
+    def _connection(self, peer: QueuePairAddress) -> Any:
+        v, device = verbs(), self._adapter.device
+        route = v.GlobalRoute(dgid=v.GID(peer.gid), hop_limit=64, sgid_index=device.gid_index)
+        attr = v.QPAttr(port_num=device.port)
+        attr.qp_access_flags = int(self._access)
+        attr.ah_attr = v.AHAttr(port_num=device.port, is_global=1, gr=route)
+        attr.path_mtu = (min(peer.mtu, device.mtu) // 128).bit_length() - 1
+        attr.dest_qp_num, attr.rq_psn, attr.sq_psn = peer.number, peer.psn, self.psn
+        reads = min(peer.max_reads, device.limits.max_rd_atomic)
+        attr.max_rd_atomic = attr.max_dest_rd_atomic = reads
+        attr.min_rnr_timer, attr.timeout = RNR_TIMER, ACK_TIMEOUT
+        attr.retry_cnt = attr.rnr_retry = RETRIES
+        return attr
+
+    def _guard(self, change: Callable[[], object]) -> None:
+        try:
+            change()
+        except verbs().PyverbsError as error:
+            self.fail(str(error))
+            raise QueuePairError(self.peer, "refused", str(error)) from error
+
+    # --- sends ---
+
+    async def run(self, works: Sequence[Work | Bind], deadline: float) -> None:
+        """Carry out works in order. Raises QueuePairError; then some may have been carried out, in order."""
+        run = _Run()
+        is_done = False
+        try:
+            with trio.CancelScope(deadline=deadline):
+                await trio.lowlevel.checkpoint_if_cancelled()
+                await self._post_all(run, works)
+                await run.until_settled()
+                is_done = True
+        finally:
+            if run.flying:
+                await self._abandon(run)
+        if run.status != SUCCESS:
+            raise QueuePairError(self.peer, run.status, self.failure)
+        if not is_done:
+            raise QueuePairError(self.peer, "timed_out")
+
+    async def _post_all(self, run: _Run, works: Sequence[Work | Bind]) -> None:
+        at = 0
+        while at < len(works) and run.status == SUCCESS:
+            if not self._core.is_usable:
+                run.status = FLUSHED if run.status == SUCCESS else run.status
+                return
+            room = min(self._core.room, CHAIN)
+            if not room:
+                await self._room.wait()
+                continue
+            chain = works[at : at + room]
+            run.flying += 1
+            self.post_send(chain, run.ended)
+            at += len(chain)
+
+    def post_send(self, chain: Sequence[Work | Bind], on_ended: Callable[[str], None]) -> None:
+        """Post a chain that fits (`send_room`); `on_ended(status)` is called once, from the completion task."""
+        ids = self._core.post_send(on_ended, len(chain))
+        requests = _Requests()
+        try:
+            for wr_id, work in zip(reversed(ids), reversed(chain), strict=True):
+                requests.prepend(work, wr_id | self._serial, is_signalled=wr_id == ids[-1])
+            self._handle.post_send(requests.first)
+        except verbs().PyverbsError as error:
+            self.give_up(f"posting: {error}")
+        finally:
+            requests.close()
+
+    @property
+    def send_room(self) -> int:
+        return self._core.room
+
+    async def _abandon(self, run: _Run) -> None:
+        with trio.CancelScope(shield=True):
+            with trio.move_on_after(DRAIN_S):
+                await run.until_settled()
+            if run.flying:
+                await self._end(f"{run.flying} posts did not end within {DRAIN_S:.0f} s")
+
+    # --- receives ---
+
+    def post_receive(self, local: Sge, on_received: Callable[[Received], None]) -> None:
+        """Post one receive. Ignored when the queue pair is in error: `on_received` is told ``flushed`` at once."""
+        v = verbs()
+        if self._core.state is QpState.ERR:
+            on_received(Received(FLUSHED))
+            return
+        wr_id = self._core.post_receive(on_received)
+        element = v.SGE(local.address, local.length, local.lkey)
+        request = v.RecvWR(wr_id=wr_id | self._serial, num_sge=1, sg=[element])
+        try:
+            self._handle.post_recv(request)
+        except v.PyverbsError as error:
+            self.give_up(f"posting a receive: {error}")
+        finally:
+            request.close()
+            element.close()
+
+    # --- completions ---
+
+    def completed(self, wc: Any) -> None:
+        """The completion task has one of ours."""
+        wr_id = wc.wr_id ^ self._serial
+        if wr_id >> _SERIAL_SHIFT:
+            return  # of a queue pair that had our number before
+        status = STATUS.get(wc.status, f"status_{wc.status}")
+        was_usable = self._core.is_usable
+        if status not in (SUCCESS, FLUSHED):
+            self.failure = self.failure or status
+        if is_receive(wr_id):
+            self._received(wc, wr_id, status)
+        else:
+            self._tell(self._core.send_completed(wr_id, status))
+        if was_usable and not self._core.is_usable:
+            self._failed()
+        self._wake()
+
+    def _received(self, wc: Any, wr_id: int, status: str) -> None:
+        ended = self._core.receive_completed(wr_id, status)
+        arrived = (
+            Received(status, wc.byte_len, socket.ntohl(wc.imm_data)) if ended.is_ok else Received(status)
+        )
+        assert callable(ended.owner)
+        ended.owner(arrived)
+
+    def _tell(self, ended: Sequence[Ended]) -> None:
+        for end in ended:
+            assert callable(end.owner)
+            end.owner(end.status)
+
+    def _wake(self) -> None:
+        self._room.set()
+        self._room = trio.Event()
+        if not self._core.num_sending and not self._core.num_receiving:
+            self._quiet.set()
+            self._quiet = trio.Event()
+
+    # --- the end ---
+
+    def fail(self, reason: str) -> None:
+        """Put the queue pair into error: everything posted is flushed by the device. Idempotent."""
+        self.failure = self.failure or reason
+        if self._core.state is QpState.ERR or self._handle is None:
+            return
+        self._core.advance(QpState.ERR)
+        self._to_error()
+        self._failed()
+        self._wake()
+
+    def give_up(self, reason: str) -> None:
+        """What the books hold will not all be reported (a post was refused, the device is gone): only the end will do."""
+        self.failure = self.failure or reason
+        self.destroy()
+        self.on_failed()
+
+    def _failed(self) -> None:
+        self._to_error()
+        self.on_failed()
+
+    def _to_error(self) -> None:
+        v = verbs()
+        if self._handle is None:
+            return
+        attr = v.QPAttr(qp_state=v.enums.IBV_QPS_ERR)
+        with contextlib.suppress(v.PyverbsError):  # from RESET there is no way, and nothing to flush either
+            self._handle.modify(attr, v.enums.IBV_QP_STATE)
+
+    async def aclose(self, reason: str = "closed") -> None:
+        """Flush and destroy. Idempotent. Never cancelled half-way; takes at most `FLUSH_S`."""
+        with trio.CancelScope(shield=True):
+            await self._end(reason)
+
+    async def _end(self, reason: str) -> None:
+        self.fail(reason)
+        with trio.move_on_after(FLUSH_S):
+            while self._handle is not None and (self._core.num_sending or self._core.num_receiving):
+                await self._quiet.wait()
+        self.destroy()
+
+    def destroy(self) -> None:
+        """At once, flushed or not. After it the device touches nothing for this queue pair."""
+        if self._handle is None:
+            return
+        self._adapter.discard(self)
+        handle, self._handle = self._handle, None
+        handle.close()
+        sends, receives = self._core.flush()
+        self._tell(sends)
+        for end in receives:
+            assert callable(end.owner)
+            end.owner(Received(FLUSHED))
+        self._wake()
+
+
+class _Requests:
+    """A chain of pyverbs work requests, made from its end: each points to the next."""
+
+    def __init__(self) -> None:
+        self._v = verbs()
+        self.first: Any = None
+        self._made: list[Any] = []
+
+    def prepend(self, work: Work | Bind, wr_id: int, *, is_signalled: bool) -> None:
+        flags = self._v.enums.IBV_SEND_SIGNALED if is_signalled else 0
+        make = self._bind if isinstance(work, Bind) else self._move
+        self.first = make(work, wr_id, flags)  # type: ignore[arg-type]
+
+    def _move(self, work: Work, wr_id: int, flags: int) -> Any:
+        elements = [self._v.SGE(sge.address, sge.length, sge.lkey) for sge in work.local]
+        self._made += elements
+        request = self._v.SendWR(
+            wr_id=wr_id, opcode=int(work.opcode), num_sge=len(elements), sg=elements, send_flags=flags,
+            imm_data=socket.htonl(work.immediate), next_wr=self.first,
+        )  # fmt: skip
+        self._made.append(request)
+        if work.opcode is not Opcode.SEND:
+            request.set_wr_rdma(work.rkey, work.remote_address)
+        return request
+
+    def _bind(self, work: Bind, wr_id: int, flags: int) -> Any:
+        request = self._v.SendWR(
+            wr_id=wr_id, opcode=self._v.enums.IBV_WR_BIND_MW, send_flags=flags, next_wr=self.first
+        )
+        self._made.append(request)
+        chunk, access = work.chunk.handle, int(work.access)
+        request.set_bind_wr(work.window.handle, self._v.MWBindInfo(chunk, work.address, work.length, access))
+        work.window.rkey = request.rkey
+        return request
+
+    def close(self) -> None:
+        for made in self._made:
+            made.close()
