@@ -27,6 +27,7 @@ from dpurt.bdev.nvme_rdma_queue import RdmaConnection
 from dpurt.errors import BdevError, QueuePairError, RdmaLimit, RdmaUnavailable
 from dpurt.rdma.binding import missing
 from dpurt.rdma.cm import CmId
+from dpurt.rdma.device import why_off
 from dpurt.wire.nvme_queue import Completion
 from dpurt.wire.nvme_rdma import MAX_IN_CAPSULE_BYTES
 
@@ -121,7 +122,7 @@ class NvmeRdmaBdev(NvmeBdev[Address]):
         without pyverbs it is a BdevError that says what to install.
         """
         login = make_login(addresses, subnqn, hostnqn, num_queues, queue_size, keep_alive_s, sq_flow_control)
-        if reason := missing():
+        if reason := missing() or why_off():
             raise BdevError(name or subnqn, "open", 0, 0, "unavailable", reason)
         targets = [(host, port) for host, port in addresses]
         pace = pacing or Pacing()
