@@ -35,6 +35,7 @@ from dpurt.config import (
     HostConfig,
     MemoryBdevConfig,
     ModelledBdevConfig,
+    NvmeRdmaBdevConfig,
     NvmeTcpBdevConfig,
     SpdkBdevConfig,
     VhostUserBdevConfig,
@@ -42,6 +43,7 @@ from dpurt.config import (
 )  # fmt: skip
 from dpurt.config.schema import names_device
 from dpurt.errors import ConfigError, RdmaUnavailable
+from dpurt.rdma.binding import missing
 from dpurt.rdma.device import RdmaDevice, discover, find, why_off
 
 __all__ = ["Finding", "choose_fabric", "examine", "probe"]
@@ -317,6 +319,9 @@ def _remote(name: str, bdev: BdevConfig, config: Config) -> Iterator[Finding]:
     if isinstance(bdev, NvmeTcpBdevConfig):
         for host, port in (rules.split_address(address, "addresses") for address in bdev.addresses):
             yield _answering(f"{name} at {host}:{port}", (host, port))
+    elif isinstance(bdev, NvmeRdmaBdevConfig):
+        reason = missing() or why_off()
+        yield Finding(name, "warn" if reason else "ok", reason or "RDMA can be used here")
     elif isinstance(bdev, VhostUserBdevConfig):
         path = config.node.run_path / bdev.path
         yield _answering(f"{name} at {path}", path)

@@ -141,7 +141,7 @@ def test_word_outside_a_choice_is_answered_with_the_choice() -> None:
     )
     error = refusal(lambda t: t["bdev"][0].update(kind="fil"))
     assert error.where == "$.bdev[0].kind"
-    assert "one of: file, memory, modelled, vhost-user, nvme-tcp, spdk" in error.problem
+    assert "one of: file, memory, modelled, vhost-user, nvme-tcp, nvme-rdma, spdk" in error.problem
 
 
 def test_unreadable_and_broken_files_are_config_errors(tmp_path: Path) -> None:

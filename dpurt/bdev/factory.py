@@ -13,6 +13,7 @@ from dpurt.bdev import Bdev
 from dpurt.bdev.file import FileBdev
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
+from dpurt.bdev.nvme_rdma import NvmeRdmaBdev
 from dpurt.bdev.nvme_tcp import NvmeTcpBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.bdev.vhost_user import VhostUserBdev
@@ -24,6 +25,7 @@ _KINDS: dict[str, Callable[..., Bdev | Awaitable[Bdev]]] = {
     "file": FileBdev.open,
     "memory": MemoryBdev,
     "modelled": ModelledBdev,
+    "nvme-rdma": NvmeRdmaBdev.open,
     "nvme-tcp": NvmeTcpBdev.open,
     "spdk": SpdkBdev.open,
     "vhost-user": VhostUserBdev.open,

@@ -30,14 +30,14 @@ from typing import Generic, TypeVar
 
 import trio
 
-from dpurt.bdev import BdevInfo
+from dpurt.bdev import BdevInfo, DeviceMemory
 from dpurt.bdev.nvme_association import Association, Connection, Transport
 from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
-from dpurt.errors import BdevError
+from dpurt.errors import BdevError, RdmaLimit
 from dpurt.wire import nvme
 from dpurt.wire.nvme import IdentifyNamespace
 from dpurt.wire.nvme_controller import Controller, Login
-from dpurt.wire.nvme_queue import Command, Completion, piece_of, split_blocks
+from dpurt.wire.nvme_queue import Command, Completion, piece_of, split_blocks, split_runs
 from dpurt.wire.nvme_status import Action, Status
 
 __all__ = ["NvmeBdev", "Pacing"]
@@ -117,6 +117,14 @@ class NvmeBdev(QueuedBdev, Generic[Address]):
         """For people: each path's address and how it is."""
         return {str(path.address): _describe(path) for path in self._paths}
 
+    async def add_memory(self, memory: DeviceMemory, deadline: float) -> None:
+        try:
+            await self._transport.add_memory(memory)
+        except (OSError, RdmaLimit) as error:
+            raise BdevError(
+                self.info.name, "add_memory", 0, memory.length, "unavailable", str(error)
+            ) from error
+
     async def aclose(self) -> None:
         if self._is_closed:
             await trio.lowlevel.checkpoint()
@@ -131,6 +139,7 @@ class NvmeBdev(QueuedBdev, Generic[Address]):
             for path in self._paths:
                 await path.ended.wait()
             await self.drain()
+            self._transport.close()
 
     # --- connecting ---
 
@@ -282,9 +291,10 @@ class NvmeBdev(QueuedBdev, Generic[Address]):
         if operation.kind == "deallocate":
             return self._deallocations(nsid, first, count, work)
         make = nvme.read if operation.kind == "read" else nvme.write
+        runs = self._transport.runs(operation.pieces, self._max_blocks * block)
         return [
             make(nsid, at, n, piece_of(operation.buffers, (at - first) * block, n * block), work)
-            for at, n in split_blocks(first, count, self._max_blocks)
+            for at, n in split_runs(first, block, runs)
         ]
 
     def _deallocations(self, nsid: int, first: int, count: int, work: _Work) -> list[Command]:

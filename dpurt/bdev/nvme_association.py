@@ -11,12 +11,13 @@ Leaves to its owner: which commands to send, what to do with those handed back, 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import trio
 
+from dpurt.bdev import DeviceMemory
 from dpurt.errors import RemoteProtocolError
 from dpurt.wire import nvme
 from dpurt.wire.nvme import AsyncEvent, IdentifyNamespace
@@ -79,9 +80,25 @@ _ADMIN_QUEUE = QueueShape(0, ADMIN_QUEUE_SIZE)
 
 
 class Transport(Protocol[Target]):
-    """How queue pairs are connected. `lost(problem)` is called once, unless closed before."""
+    """How queue pairs are connected, and which memory they can use at once. `lost(problem)` is called once, unless
+    closed before.
+    """
 
     kind: str
+
+    def runs(self, pieces: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+        """Where an operation on these pieces of memory, (address, length), has to be cut into commands: (length of
+        the run, most bytes of a command in it), in order. `most` is the controller's limit.
+        """
+        ...
+
+    async def add_memory(self, memory: DeviceMemory) -> None:
+        """Buffers to come are in it. Raises OSError or DpurtError."""
+        ...
+
+    def close(self) -> None:
+        """All connections are closed; forget the memory."""
+        ...
 
     async def connect(
         self,

@@ -11,31 +11,26 @@ What the bytes mean is `dpurt.wire.nvme_tcp`; paths, retries and deadlines are `
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import socket
-import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
 
 import trio
 
+from dpurt.bdev import DeviceMemory
 from dpurt.bdev.nvme import NvmeBdev, Pacing
-from dpurt.bdev.nvme_association import QueueShape, converse_alone
-from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
-from dpurt.wire import nvme
-from dpurt.wire.nvme_controller import Login, discover
+from dpurt.bdev.nvme_association import QueueShape
+from dpurt.bdev.nvme_opening import Address, find_subsystem, make_login
+from dpurt.errors import RemoteProtocolError
 from dpurt.wire.nvme_queue import Command, Completion
 from dpurt.wire.nvme_tcp import ADMIN_IN_CAPSULE_BYTES, FES_OF_CODE, TcpQueue, term_request
 
 __all__ = ["NvmeTcpBdev", "TcpAddress"]
 
-TcpAddress = tuple[str, int]
+TcpAddress = Address
 
 _BYTES_PER_TURN = 8 << 20  # received or sent before the other tasks get their turn
 _TURNS_BEFORE_WAIT = 2  # in the middle of data: its rest often comes sooner than epoll could be asked
-_MIN_QUEUE, _MAX_QUEUE = 2, 1024
-_MAX_QUEUES = 64
 
 
 class _Connection:
@@ -171,6 +166,15 @@ class _TcpTransport:
         self._header_digest = header_digest
         self._data_digest = data_digest
 
+    def runs(self, pieces: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+        return [(sum(length for _, length in pieces), most)]
+
+    async def add_memory(self, memory: DeviceMemory) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
     async def connect(
         self,
         nursery: trio.Nursery,
@@ -256,82 +260,12 @@ class NvmeTcpBdev(NvmeBdev[TcpAddress]):
         `nsid` may be left out if there is only one. `keep_alive_s` 0: none. Raises BdevError (status
         "unavailable" or "gone") or ConfigError.
         """
-        _check_parameters(addresses, subnqn, hostnqn, num_queues, queue_size, keep_alive_s)
-        host = hostnqn or f"nqn.2014-08.org.nvmexpress:uuid:{uuid.uuid4()}"
-        login = Login(
-            host_id=hashlib.blake2b(host.encode(), digest_size=16).digest(),
-            host_nqn=host,
-            subsystem_nqn=subnqn,
-            num_queues=num_queues,
-            queue_size=queue_size,
-            keep_alive_ms=round(keep_alive_s * 1000),
-            sq_flow_control=sq_flow_control,
-        )
+        login = make_login(addresses, subnqn, hostnqn, num_queues, queue_size, keep_alive_s, sq_flow_control)
         targets = [(host, port) for host, port in addresses]
         pace = pacing or Pacing()
         transport = _TcpTransport(header_digest, data_digest)
         if discovery:
-            targets = await _discover(targets, transport, login, pace, name or subnqn)
+            targets = await find_subsystem(targets, transport, login, pace, name or subnqn)
         bdev = cls(targets, transport, login, nsid=nsid, name=name, pacing=pace)
         await bdev._start()
         return bdev
-
-
-def _check_parameters(
-    addresses: Sequence[TcpAddress],
-    subnqn: str,
-    hostnqn: str | None,
-    num_queues: int,
-    queue_size: int,
-    keep_alive_s: float,
-) -> None:
-    if not addresses:
-        raise ConfigError("$.bdev.addresses", "name at least one (host, port)")
-    for address in addresses:
-        if not _is_address(address):
-            raise ConfigError("$.bdev.addresses", f"expected (host, port), got {address!r}")
-    for where, nqn in (("subnqn", subnqn), ("hostnqn", hostnqn)):
-        if nqn is not None and not nvme.is_nqn(nqn):
-            raise ConfigError(f"$.bdev.{where}", f"{nqn!r} is no NVMe qualified name")
-    if not 1 <= num_queues <= _MAX_QUEUES:
-        raise ConfigError("$.bdev.num_queues", f"expected 1 to {_MAX_QUEUES}, got {num_queues}")
-    if not _MIN_QUEUE <= queue_size <= _MAX_QUEUE:
-        raise ConfigError("$.bdev.queue_size", f"expected {_MIN_QUEUE} to {_MAX_QUEUE}, got {queue_size}")
-    if keep_alive_s < 0:
-        raise ConfigError("$.bdev.keep_alive_s", f"expected 0 or more, got {keep_alive_s}")
-
-
-def _is_address(address: object) -> bool:
-    match address:
-        case (str() as host, int() as port):
-            return bool(host) and 0 < port < 65536
-    return False
-
-
-async def _discover(
-    addresses: Sequence[TcpAddress], transport: _TcpTransport, login: Login, pacing: Pacing, name: str
-) -> list[TcpAddress]:
-    """Where the subsystem is, by the first discovery controller that knows."""
-    problems = []
-    asking = replace(login, subsystem_nqn=nvme.DISCOVERY_NQN, keep_alive_ms=0)
-    for address in addresses:
-        try:
-            entries = await converse_alone(address, transport, discover(asking), pacing.connect_s)
-            found = [_address_of(entry) for entry in entries if _leads_to(entry, login.subsystem_nqn)]
-        except (OSError, RemoteProtocolError) as error:
-            problems.append(f"{address}: {error}")
-            continue
-        if found:
-            return found
-        problems.append(f"{address}: knows no TCP address of it")
-    raise BdevError(name, "open", 0, 0, "unavailable", "discovery: " + "; ".join(problems))
-
-
-def _leads_to(entry: nvme.DiscoveryEntry, subnqn: str) -> bool:
-    return entry.trtype == nvme.TRTYPE_TCP and entry.subsystem_nqn == subnqn
-
-
-def _address_of(entry: nvme.DiscoveryEntry) -> TcpAddress:
-    if not entry.service.isdecimal() or int(entry.service) > 65535:
-        raise RemoteProtocolError("nvme_data", f"discovery log: {entry.service!r} is no port")
-    return entry.address, int(entry.service)

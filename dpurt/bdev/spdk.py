@@ -2,7 +2,8 @@
 
 Theory of operation. Opening connects to the target, applies the profile if one is given (what is missing is made, see
 `spdk_apply`), sets the limits, and looks which ways lead to the bdev: a vhost-user-blk controller on this machine, or an
-NVMe over TCP subsystem. "auto" prefers vhost-user, as the target then moves bytes to and from our memory by itself. All
+NVMe over RDMA or TCP subsystem. "auto" prefers them in this order: with the first two the target moves bytes to and from our
+memory by itself (RDMA is passed over where it cannot be used). All
 of that is done again on every later connection: a restarted target comes back with no bdevs. The way itself reconnects on
 its own; until both are back, operations fail as ``unavailable``.
 
@@ -22,6 +23,7 @@ from typing import Literal
 import trio
 
 from dpurt.bdev import Bdev, BdevInfo, BdevStats, DeviceMemory
+from dpurt.bdev.nvme_rdma import NvmeRdmaBdev
 from dpurt.bdev.nvme_tcp import NvmeTcpBdev
 from dpurt.bdev.spdk_apply import ProfileRefused, apply, find_profile, load_keys, load_profile, read_state
 from dpurt.bdev.spdk_health import NvmeHealth
@@ -38,10 +40,11 @@ from dpurt.errors import (
     RpcError,
     TargetUnavailable,
 )
+from dpurt.rdma.device import why_off
 
 __all__ = ["SpdkBdev", "Way"]
 
-Way = Literal["auto", "vhost-user", "nvme-tcp"]
+Way = Literal["auto", "vhost-user", "nvme-rdma", "nvme-tcp"]
 OPEN_S = 15.0
 RECONCILE_S = 15.0
 HEALTH_S = 60.0
@@ -202,13 +205,17 @@ class SpdkBdev:
                 "gone", f"the target has no bdev {self._bdev!r}; it has: {known}. {self.trouble}".strip()
             )
         socket = vhost_socket(found["name"], self._state)
-        subsystem = nvmf_subsystem(found["name"], self._state)
+        over_rdma = nvmf_subsystem(found["name"], self._state, "RDMA")
+        over_tcp = nvmf_subsystem(found["name"], self._state, "TCP")
         if socket is not None and path in ("auto", "vhost-user"):
             return await VhostUserBdev.open(socket, name=self._label)
-        if subsystem is not None and path in ("auto", "nvme-tcp"):
-            subnqn, nsid, addresses = subsystem
+        if over_rdma is not None and (path == "nvme-rdma" or (path == "auto" and not why_off())):
+            subnqn, nsid, addresses = over_rdma
+            return await NvmeRdmaBdev.open(addresses, subnqn, nsid=nsid, name=self._label)
+        if over_tcp is not None and path in ("auto", "nvme-tcp"):
+            subnqn, nsid, addresses = over_tcp
             return await NvmeTcpBdev.open(addresses, subnqn, nsid=nsid, name=self._label)
-        wanted = "vhost-user or nvme-tcp" if path == "auto" else path
+        wanted = "vhost-user, nvme-rdma or nvme-tcp" if path == "auto" else path
         raise self._failure(
             "unavailable", f"bdev {self._bdev!r} is not exported over {wanted}: see dpurt spdk up"
         )
@@ -225,14 +232,16 @@ def vhost_socket(name: str, state: TargetState) -> str | None:
     return None
 
 
-def nvmf_subsystem(name: str, state: TargetState) -> tuple[str, int | None, list[tuple[str, int]]] | None:
-    """(NQN, namespace id, addresses) of the NVMe over TCP subsystem that shows a bdev."""
+def nvmf_subsystem(
+    name: str, state: TargetState, trtype: str
+) -> tuple[str, int | None, list[tuple[str, int]]] | None:
+    """(NQN, namespace id, addresses) of the NVMe over fabrics subsystem that shows a bdev over this transport."""
     for subsystem in state.subsystems:
         spaces = [space for space in subsystem.get("namespaces", []) if space.get("bdev_name") == name]
         addresses = [
             (at["traddr"], int(at["trsvcid"]))
             for at in subsystem.get("listen_addresses", [])
-            if at["trtype"].upper() == "TCP"
+            if at["trtype"].upper() == trtype
         ]
         if spaces and addresses:
             return subsystem["nqn"], spaces[0].get("nsid"), addresses

@@ -256,8 +256,8 @@ class VhostUserBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="vhos
         return {"path": config.node.run_path / self.path, "name": self.name, "num_queues": self.num_queues}
 
 
-class NvmeTcpBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="nvme-tcp"):
-    """A namespace of an NVMe over TCP subsystem. `addresses` ("host:port") are paths to it, or with `discovery` its
+class NvmeBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True):
+    """A namespace of an NVMe over fabrics subsystem. `addresses` ("host:port") are paths to it, or with `discovery` its
     discovery controllers; `nsid` is needed where it has several namespaces.
     """
 
@@ -265,8 +265,6 @@ class NvmeTcpBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="nvme-t
     subnqn: Text
     nsid: Positive | None = None
     hostnqn: Text | None = None
-    header_digest: bool = False
-    data_digest: bool = False
     num_queues: Annotated[int, Meta(ge=1, le=64)] = 1
     keep_alive_s: Annotated[float, Meta(ge=0)] = 15.0
     discovery: bool = False
@@ -277,12 +275,24 @@ class NvmeTcpBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="nvme-t
 
     def open_params(self, config: Config) -> dict[str, object]:
         own = msgspec.structs.asdict(self)
-        names = (
-            "name", "subnqn", "nsid", "hostnqn", "header_digest", "data_digest", "num_queues", "keep_alive_s",
-            "discovery",
-        )  # fmt: skip
+        names = ("name", "subnqn", "nsid", "hostnqn", "num_queues", "keep_alive_s", "discovery")
         addresses = [rules.split_address(address, "addresses") for address in self.addresses]
         return {"addresses": addresses, **{name: own[name] for name in names}}
+
+
+class NvmeTcpBdevConfig(NvmeBdevConfig, frozen=True, kw_only=True, tag="nvme-tcp"):
+    """Over TCP."""
+
+    header_digest: bool = False
+    data_digest: bool = False
+
+    def open_params(self, config: Config) -> dict[str, object]:
+        digests = {"header_digest": self.header_digest, "data_digest": self.data_digest}
+        return {**super().open_params(config), **digests}
+
+
+class NvmeRdmaBdevConfig(NvmeBdevConfig, frozen=True, kw_only=True, tag="nvme-rdma"):
+    """Over RDMA: the target moves bytes to and from staging itself."""
 
 
 class QosConfig(Table, frozen=True, kw_only=True):
@@ -302,7 +312,7 @@ class SpdkBdevConfig(RemoteBdevConfig, frozen=True, kw_only=True, tag="spdk"):
 
     rpc: Text = "/var/tmp/spdk.sock"
     bdev: Text
-    path: Literal["auto", "vhost-user", "nvme-tcp"] = "auto"
+    path: Literal["auto", "vhost-user", "nvme-rdma", "nvme-tcp"] = "auto"
     profile: Text | None = None
     set: dict[str, str] = {}
     qos: QosConfig | None = None
@@ -321,6 +331,7 @@ AnyBdevConfig = (
     | ModelledBdevConfig
     | VhostUserBdevConfig
     | NvmeTcpBdevConfig
+    | NvmeRdmaBdevConfig
     | SpdkBdevConfig
 )
 

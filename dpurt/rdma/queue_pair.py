@@ -195,6 +195,11 @@ class QueuePair:
         self._core.advance(QpState.RTR)
         self._core.advance(QpState.RTS)
 
+    def advance(self, state: QpState, attributes: Any, mask: int) -> None:
+        """INIT -> RTR or RTR -> RTS, as a connection manager has worked it out. Raises QueuePairError."""
+        self._guard(lambda: self._handle.modify(attributes, mask))
+        self._core.advance(state)
+
     def mark_connected(self) -> None:
         """Somebody else (a connection manager) has brought the handle to RTS."""
         for state in (QpState.INIT, QpState.RTR, QpState.RTS):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dpurt.errors import RemoteProtocolError
 from dpurt.wire.nvme_status import Status
 
-__all__ = ["Command", "Completion", "QueuePair", "piece_of", "split_blocks"]
+__all__ = ["Command", "Completion", "QueuePair", "piece_of", "split_blocks", "split_runs"]
 
 
 class Command:
@@ -125,3 +125,15 @@ def split_blocks(first_block: int, num_blocks: int, most: int) -> list[tuple[int
     """(first, count) of each command of at most `most` blocks."""
     end = first_block + num_blocks
     return [(at, min(most, end - at)) for at in range(first_block, end, most)]
+
+
+def split_runs(first_block: int, block: int, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(first, count) of each command, none of which crosses from one run into the next. A run is (length, most bytes
+    of a command in it), both multiples of the block size.
+    """
+    spans = []
+    for length, most in runs:
+        count = length // block
+        spans += split_blocks(first_block, count, most // block)
+        first_block += count
+    return spans

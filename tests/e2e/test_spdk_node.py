@@ -264,6 +264,6 @@ async def test_a_bdev_that_is_not_there_or_not_exported_is_said_with_what_there_
         await nursery.start(server.run)
         with pytest.raises(BdevError, match="no bdev 'Aio0'; it has: Malloc0"):
             await SpdkBdev.open(run_dir / "rpc.sock", "Aio0")
-        with pytest.raises(BdevError, match="not exported over vhost-user or nvme-tcp"):
+        with pytest.raises(BdevError, match="not exported over vhost-user, nvme-rdma or nvme-tcp"):
             await SpdkBdev.open(run_dir / "rpc.sock", "Malloc0")
         nursery.cancel_scope.cancel()
