@@ -485,7 +485,7 @@ def _conditions(trace: AttentionTrace, scenario: AttentionScenario) -> dict[str,
             "hint_to_read_s": pace.hint_to_read_s,
             "device": pace.device.name,
             "bandwidth_bytes_per_s": pace.device.bandwidth_bytes_per_s,
-            "latency_s": pace.device.latency_s,
+            "latency_s": pace.device.read_latency_s,
             "source": pace.device.source,
         },
     }

@@ -2,7 +2,7 @@
 
 The device is one pipe: transfers follow one another at its bandwidth, latencies overlap, and demand reads go
 before prefetches that have not started. A read asked for at `now` reaches the device `hint_to_read_s` later: the
-node's own time. Latency has a seeded exponential tail, as in `dpurt.replay.device`.
+node's own time. Latency has a seeded exponential tail, with the profile's jitter as its mean.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dpurt.replay.device import DEVICES, JITTER, DeviceProfile
+from dpurt.core.device_model import DeviceProfile
+from dpurt.core.device_profiles import DEVICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,9 @@ class ReadPipe:
     """See the module's docstring. `now` never falls."""
 
     def __init__(self, pace: Pace, seed: int) -> None:
-        self._transfer_s = pace.block_bytes / pace.device.bandwidth_bytes_per_s
-        self._latency_s = pace.device.latency_s
+        self._transfer_s = pace.block_bytes / pace.device.read_bytes_per_s
+        self._latency_s = pace.device.read_latency_s
+        self._jitter = pace.device.jitter
         self._node_s = pace.hint_to_read_s
         self._random = random.Random(seed)
         self._free_at = 0.0
@@ -80,4 +82,4 @@ class ReadPipe:
 
     def _read(self, ready: float) -> float:
         self._free_at = max(self._free_at, ready) + self._transfer_s
-        return self._free_at + self._latency_s * (1 + JITTER * self._random.expovariate(1.0))
+        return self._free_at + self._latency_s * (1 + self._jitter * self._random.expovariate(1.0))

@@ -231,9 +231,9 @@ async def _expect_unavailable(bdev: Bdev) -> None:
 
 
 async def test_keep_alives_hold_an_idle_association(rig: Rig) -> None:
-    rig.target.style.min_keep_alive_s = 0.1
-    await rig.open(keep_alive_s=0.1)
-    await trio.sleep(0.35)
+    rig.target.style.min_keep_alive_s = 0.6
+    await rig.open(keep_alive_s=0.6)
+    await trio.sleep(1.5)
     assert rig.target.num_connections == 2
 
 

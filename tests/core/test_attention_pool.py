@@ -1,5 +1,7 @@
 """The pool of sparse decode: capacity, purse and eviction, against a naive model."""
 
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -75,7 +77,7 @@ class NaivePool:
         self.flying = {slot for slot in self.flying if slot[0] != group}
         return hits
 
-    last: dict = {}
+    last = MappingProxyType({})
 
     def settle(self, group, value):
         self.last = {**self.last, **{(group, c): value[c] for c in range(WIDTH)}}

@@ -123,7 +123,7 @@ def test_a_wrong_array_is_refused_by_file_and_name(write, changed, array, proble
 def test_what_is_no_npz_is_refused(tmp_path, content):
     path = tmp_path / "x.npz"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="readable .npz"):
+    with pytest.raises(ConfigError, match=r"readable \.npz"):
         read_attention(path)
 
 
