@@ -196,7 +196,7 @@ def _histogram(results: Sequence[Result], counts: Counts) -> list[tuple[str, dic
 
 
 def _seconds(value: float) -> str:
-    return f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def _table(group: Group) -> str:

@@ -16,6 +16,9 @@ NUM_COLOURS = 8
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 44
 
+HEADROOM = 1.05
+MAX_LABELS = 11  # of bars; more would overlap
+
 Point = tuple[float, float]
 
 
@@ -32,7 +35,7 @@ def lines(
     ys = [y for points in series.values() for _, y in points]
     if not xs:
         return ""
-    low, high = min(0.0, *ys), max(*ys, 1e-9) if len(ys) > 1 else max(ys[0], 1e-9)
+    low, high = min([0.0, *ys]), HEADROOM * max([1e-9, *ys])
     place_x, place_y = _log_place(xs), _place(low, high)
     parts = [_y_axis(low, high, place_y, y_label)]
     parts += [_text(place_x(x), HEIGHT - BOTTOM + 16, x_text(x), "middle") for x in xs]
@@ -57,14 +60,16 @@ def bars(
     names = list(dict.fromkeys(name for _, values in rows for name in values))
     if not rows or not names:
         return ""
-    high = max((value for _, values in rows for value in values.values()), default=0.0) or 1.0
+    high = HEADROOM * max((value for _, values in rows for value in values.values()), default=0.0) or 1.0
     place_y = _place(0.0, high)
     group = (WIDTH - LEFT - RIGHT) / len(rows)
+    every = -(-len(rows) // MAX_LABELS)
     width = group * 0.8 / len(names)
     parts = [_y_axis(0.0, high, place_y, y_label)]
     for at, (label, values) in enumerate(rows):
         x = LEFT + at * group + group * 0.1
-        parts.append(_text(x + group * 0.4, HEIGHT - BOTTOM + 16, label, "middle"))
+        if at % every == 0:
+            parts.append(_text(x + group * 0.4, HEIGHT - BOTTOM + 16, label, "middle"))
         for name, value in values.items():
             y = place_y(value)
             parts.append(
