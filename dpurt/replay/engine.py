@@ -47,7 +47,7 @@ from dpurt.core.events import (
 from dpurt.core.ledger import LEAD_BOUNDS_S, Ledger
 from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
 from dpurt.replay.future import Future
-from dpurt.replay.hits import capacity_blocks, untimed_hit_rate
+from dpurt.replay.hits import capacity_blocks, untimed_hit_rates
 from dpurt.replay.policies import Oracle, Policy, make_eviction, make_predictors
 from dpurt.replay.report import Result, percentile, prefetch_figures
 from dpurt.replay.slices import TimeSlice, TimeSlices
@@ -508,7 +508,8 @@ class _Run:
             confidence=self.slices.confidence(),
             reusable=1 - counts.blocks["recomputed"] / references,
             sources=dict(counts.blocks),
-            untimed_prefix_hit_rate=self._untimed(),
+            untimed_prefix_hit_rate=self._untimed(self.policy.eviction),
+            untimed_ideal_hit_rate=self._untimed("ideal"),
             bytes_read=self.device.bytes_read,
             no_room=counts.no_room,
             stall_s=counts.stall_s,
@@ -522,10 +523,11 @@ class _Run:
             **prefetch_figures(self.core),
         )
 
-    def _untimed(self) -> float | None:
-        if self.policy.eviction is None or self.policy.predictors:
+    def _untimed(self, eviction: str | None) -> float | None:
+        if eviction is None or self.policy.eviction is None or self.policy.predictors:
             return None
-        return untimed_hit_rate(self.requests, self.policy.eviction, self.capacity)
+        share = self.scenario.warmup_share
+        return untimed_hit_rates(self.requests, eviction, self.capacity, warmup_share=share).blocks
 
     def _read_per_useful(self) -> float | None:
         """Reads some host used: those of demand, and prefetches used for the first time."""

@@ -11,6 +11,8 @@ of every rate here.
   not), the share in staging at its arrival, over all requests; any present block of the run counts, as the device
   supplies the rest. `leading_at_match`: leading run in staging at arrival, over *all* references.
 - `confidence`: 95 % intervals from time slices, see `dpurt.replay.slices`.
+- `untimed_prefix_hit_rate`, `untimed_ideal_hit_rate`: for demand-only policies, the statistic others publish for the same
+  eviction and size, and its ceiling; see `dpurt.replay.hits`.
 - timely, late, early, useless, accuracy, coverage: see `dpurt.core.ledger`.
 - `leads`, `waits`: counts by `dpurt.core.ledger.LEAD_BOUNDS_S` of how long timely prefetches lay ready before use, and
   of how long hosts waited for late ones; the last count is of all longer times.
@@ -44,6 +46,7 @@ class Result:
     reusable: float
     sources: Mapping[str, int]
     untimed_prefix_hit_rate: float | None
+    untimed_ideal_hit_rate: float | None
     planned: int
     issued: int
     timely: int
