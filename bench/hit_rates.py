@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from dpurt.bench.result import BenchResult, Figure
-from dpurt.replay.formats import read_trace
+from dpurt.replay.formats import Reading, read_trace
 from dpurt.replay.hits import capacity_blocks, ideal_hit_rate, untimed_hit_rate, untimed_hit_rates
 from dpurt.replay.trace import Request
 
@@ -53,6 +53,7 @@ PUBLISHED = {
         },
     ),
 }
+RAGPULSE, RAGPULSE_IDEAL = "ragpulse.jsonl.gz", 19.5  # ids as they are
 PEER_POLICIES = {"lru": "lru", "fifo": "fifo", "optimal": "belady"}
 PEER_SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 PEER_MODEL, PEER_BLOCK_GIB = "llama-3.1-70b", 512 * 327_680 / (1 << 30)
@@ -78,6 +79,9 @@ def run(quick: bool) -> BenchResult:
     if folder is not None:
         for name in PUBLISHED:
             result.figures += _published(Path(folder) / name, quick)
+        as_they_are = read_trace(Path(folder) / RAGPULSE, Reading(rechain=False)).requests
+        ideal = ideal_hit_rate(as_they_are)
+        result.figures.append(_figure("ragpulse ideal", ideal, "published", RAGPULSE_IDEAL, WITHIN))
     result.figures += _peer() if importlib.util.find_spec("kvcache_sim") else [_no_peer()]
     return result
 

@@ -85,6 +85,25 @@ def test_whether_a_topologys_node_holds_the_load(capsys):
     assert small["staging_bytes"] == large["staging_bytes"] > 0
 
 
+def test_whether_a_cards_envelope_carries_the_load(capsys):
+    arguments = ("--model", "llama-3-70b", "--topology", "bluefield3", "--hit", "0.9")
+    one, many = (
+        size(capsys, *arguments, "--context", "8K", "--requests", n)["topology"]["envelope"]
+        for n in ("1", "64")
+    )
+    assert one["dram_holds_staging"]
+    assert (one["link_carries_load"], one["devices_carry_load"]) == ([True, True], [True, True])
+    assert many["wanted_bytes_per_s"] == pytest.approx([64 * rate for rate in one["wanted_bytes_per_s"]])
+    assert many["devices_carry_load"][1] is False
+    assert one["source"]
+
+
+def test_rates_are_also_said_per_gpu(capsys):
+    arguments = ("--model", "llama-3-70b", "--requests", "32")
+    one, eight = (size(capsys, *arguments, "--gpus", n)["reading"] for n in ("1", "8"))
+    assert [8 * rate for rate in eight["bytes_per_s_per_gpu"]] == pytest.approx(one["bytes_per_s_per_gpu"])
+
+
 def test_text_has_every_part_for_people(capsys):
     assert main(["size", "--model", "glm-5.2"]) == 0
     text = capsys.readouterr().out

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dpurt.config import Config, load_config
+from dpurt.config.schema import EnvelopeConfig
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.device_profiles import DEVICES
 from dpurt.core.kv_models import KV_MODELS, PRECISIONS
@@ -18,6 +19,7 @@ from dpurt.core.sizing import (
     DECODE_STEP_S,
     WINDOW_TOKENS,
     Load,
+    Reading,
     break_even,
     fits,
     reading,
@@ -59,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, default=1, metavar="R", help="running at once")
     parser.add_argument("--hit", type=share, default=0.9, metavar="H", help="stored share of a context")
     parser.add_argument("--output", type=positive, default=512, metavar="N", help="tokens a request decodes")
+    parser.add_argument(
+        "--gpus", type=positive, default=1, metavar="N", help="they run on, for rates per GPU"
+    )
     parser.add_argument("--device", default="ai_ssd", metavar="NAME", help=f"{', '.join(DEVICES)}, or a file")
     parser.add_argument("--bandwidth", type=byte_rate, metavar="B", help="bytes a second, instead of its own")
     parser.add_argument("--precision", choices=sorted(PRECISIONS), help="of the KV; default the model's")
@@ -82,11 +87,12 @@ def run(args: argparse.Namespace) -> int:
     device = device_named(args.device)
     if args.bandwidth is not None:
         device = replace(device, read_bytes_per_s=args.bandwidth)
-    answer = size(_load(args), device, args.window, args.gpu_budget_gb * 1e9)
+    answer = size(_load(args), device, args.window, args.gpu_budget_gb * 1e9, args.gpus)
     if args.trace is not None:
         answer["trace"] = _trace_part(args.trace, answer)
     if args.topology is not None:
-        answer["topology"] = _topology_part(load_config(args.topology), _load(args))
+        config = load_config(args.topology)
+        answer["topology"] = _topology_part(config, _load(args), device, args.window)
     if args.json is not None:
         write_json(args.json, answer)
     else:
@@ -107,7 +113,9 @@ def _load(args: argparse.Namespace) -> Load:
     )
 
 
-def size(load: Load, device: DeviceProfile, window_tokens: int, gpu_budget_bytes: float) -> dict[str, object]:
+def size(
+    load: Load, device: DeviceProfile, window_tokens: int, gpu_budget_bytes: float, gpus: int
+) -> dict[str, object]:
     """Everything `dpurt size` says, as plain values."""
     return {
         "model": load.model.name,
@@ -129,7 +137,7 @@ def size(load: Load, device: DeviceProfile, window_tokens: int, gpu_budget_bytes
         "window": _window_part(load, device, window_tokens),
         "break_even": _break_even_part(load),
         "gpu": _gpu_part(load, gpu_budget_bytes),
-        "reading": _reading_part(load, device, window_tokens),
+        "reading": _reading_part(load, device, window_tokens, gpus),
         "tiers": [
             {"tier": t.tier, "dollars": list(t.dollars), "requests_per_node": list(t.requests)}
             for t in tier_fits(load)
@@ -171,7 +179,7 @@ def _gpu_part(load: Load, budget_bytes: float) -> dict[str, object]:
     }
 
 
-def _reading_part(load: Load, device: DeviceProfile, window_tokens: int) -> dict[str, object]:
+def _reading_part(load: Load, device: DeviceProfile, window_tokens: int, gpus: int) -> dict[str, object]:
     read = reading(load, device, window_tokens)
     return {
         "output_tokens": load.output_tokens,
@@ -179,6 +187,9 @@ def _reading_part(load: Load, device: DeviceProfile, window_tokens: int) -> dict
         "restore_s": read.restore_s,
         "window_bytes_per_s": list(read.window_bytes_per_s),
         "restore_bytes_per_s": list(read.restore_bytes_per_s),
+        "bytes_per_s_per_gpu": [
+            (w + r) / gpus for w, r in zip(read.window_bytes_per_s, read.restore_bytes_per_s, strict=True)
+        ],
         "device_load": list(read.load_share),
     }
 
@@ -207,12 +218,14 @@ def _trace_part(path: Path, answer: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _topology_part(config: Config, load: Load) -> dict[str, object]:
-    """Staging and flash of the node against what the load wants; flash only where its size is stated."""
+def _topology_part(
+    config: Config, load: Load, device: DeviceProfile, window_tokens: int
+) -> dict[str, object]:
+    """Staging and flash of the node against what the load wants, and both against its envelope, if it states one."""
     staging = sum(share for spaces in config.staging_plan().values() for share in spaces.values())
     flash = sum(bdev.capacity(config) for bdev in config.bdev)
-    window_bytes = load.model.bytes_per_token * min(load.context_tokens, WINDOW_TOKENS)
-    return {
+    window_bytes = load.model.bytes_per_token * min(load.context_tokens, window_tokens)
+    part: dict[str, object] = {
         "node": config.node.name,
         "staging_bytes": staging,
         "staging_windows": fits(staging, window_bytes),
@@ -220,6 +233,25 @@ def _topology_part(config: Config, load: Load) -> dict[str, object]:
         "flash_bytes": flash,
         "flash_requests": fits(flash, load.request_bytes),
         "flash_holds_load": flash >= load.total_bytes,
+    }
+    if config.envelope is not None:
+        part["envelope"] = _envelope_part(config.envelope, staging, reading(load, device, window_tokens))
+    return part
+
+
+def _envelope_part(envelope: EnvelopeConfig, staging: int, read: Reading) -> dict[str, object]:
+    """Whether the card can hold the staging it is asked for, and its link and devices carry the load's reading, at the
+    slow and the fast decode step."""
+    wanted = [w + r for w, r in zip(read.window_bytes_per_s, read.restore_bytes_per_s, strict=True)]
+    return {
+        "source": envelope.source,
+        "dram_bytes": envelope.dram_bytes,
+        "dram_holds_staging": staging <= envelope.dram_bytes,
+        "wanted_bytes_per_s": wanted,
+        "link_bytes_per_s": envelope.link_bytes_per_s,
+        "link_carries_load": [rate <= envelope.link_bytes_per_s for rate in wanted],
+        "device_bytes_per_s": envelope.device_bytes_per_s,
+        "devices_carry_load": [rate <= envelope.device_bytes_per_s for rate in wanted],
     }
 
 

@@ -232,6 +232,7 @@ class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
             read_bytes_per_s=self.profile.read_bytes_per_s,
             write_bytes_per_s=self.profile.write_bytes_per_s,
             queue_depth=self.queue_depth,
+            source=self.profile.source,
         )
         return {"size_bytes": self.size_bytes, "name": self.name, "profile": profile}
 

@@ -173,7 +173,8 @@ KV_MODELS = {
                 "the article's 109K tokens in flight take 320 KB as 320,000 bytes; 327,680 give 107K, and "
                 "the same request counts",
                 "the article's 93 ms for a window of 4,096 tokens is 1.3 GB / 14 GB/s; 1.342 GB take 95.9 ms",
-                'the article\'s "320 -> 4.8 GB = 35x" is 67x',
+                'the article\'s "320 -> 4.8 GB = 35x" is 67x; its Figure 6 has 170 GB where its text has 320 GB; its '
+                "17 TB stands beside a gap of 32 TB",
             ),
         ),
         KvModel(

@@ -90,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep finished runs here, skip those in it"
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a self-contained page with charts, too"
+    )
     add_json_argument(parser)
 
 

@@ -17,6 +17,7 @@ from dpurt.json_output import check_writable, write_json
 from dpurt.replay.arguments import add_arguments, reading_of, scenarios_of
 from dpurt.replay.engine import Scenario
 from dpurt.replay.formats import read_trace
+from dpurt.replay.page import as_page
 from dpurt.replay.policies import policies_named
 from dpurt.replay.report import Result, as_table, with_regret
 from dpurt.replay.sweep import WORTH_A_PROCESS, Journal, sweep
@@ -28,8 +29,9 @@ __all__ = ["add_arguments", "run"]
 
 def run(args: argparse.Namespace) -> int:
     """Replay and report. ConfigError for a bad trace, policy, device or place to write."""
-    if args.json not in (None, "-"):
-        check_writable(Path(args.json))
+    for target in (args.json, args.html):
+        if target not in (None, "-"):
+            check_writable(Path(target))
     policies = policies_named(args.policy)
     reading = reading_of(args)
     trace = read_trace(args.file, reading)
@@ -38,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
     journal = None if args.resume is None else Journal(args.resume, args.file, reading)
     with journal or nullcontext():
         results = sweep(trace, args.file, reading, runs, args.jobs or _jobs(trace, len(runs)), journal)
-    _write(args.json, scenarios, list(_compared(results, len(policies), trace)))
+    compared = list(_compared(results, len(policies), trace))
+    if args.html is not None:
+        args.html.write_text(as_page(compared), encoding="utf-8")
+    _write(args.json, scenarios, compared)
     return 0
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -43,10 +44,10 @@ from dpurt.core.events import (
     Stored,
     Where,
 )
-from dpurt.core.ledger import Ledger
+from dpurt.core.ledger import LEAD_BOUNDS_S, Ledger
 from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
 from dpurt.replay.future import Future
-from dpurt.replay.hits import capacity_blocks, untimed_hit_rate
+from dpurt.replay.hits import capacity_blocks, untimed_hit_rates
 from dpurt.replay.policies import Oracle, Policy, make_eviction, make_predictors
 from dpurt.replay.report import Result, percentile, prefetch_figures
 from dpurt.replay.slices import TimeSlice, TimeSlices
@@ -120,6 +121,7 @@ class _Counts:
     no_room: int = 0
     stall_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
+    waits: list[int] = field(default_factory=lambda: [0] * (len(LEAD_BOUNDS_S) + 1))
 
 
 def replay(
@@ -468,8 +470,14 @@ class _Run:
         for turn in askers:
             self._load(turn, read.block)
         if read.job is not None:
+            self._count_waits(askers)
             self._tell(Staged(read.block, read.job))
         self._start_reads()
+
+    def _count_waits(self, askers: Sequence[_Turn]) -> None:
+        """How late a prefetch was for those who asked before it was there."""
+        for turn in askers:
+            self.counts.waits[bisect_left(LEAD_BOUNDS_S, self._now - turn.asked_at)] += 1
 
     def _evicted(self, block: int) -> None:
         if self._oracle is not None:
@@ -500,7 +508,8 @@ class _Run:
             confidence=self.slices.confidence(),
             reusable=1 - counts.blocks["recomputed"] / references,
             sources=dict(counts.blocks),
-            untimed_prefix_hit_rate=self._untimed(),
+            untimed_prefix_hit_rate=self._untimed(self.policy.eviction),
+            untimed_ideal_hit_rate=self._untimed("ideal"),
             bytes_read=self.device.bytes_read,
             no_room=counts.no_room,
             stall_s=counts.stall_s,
@@ -510,13 +519,15 @@ class _Run:
             refs_per_s=sum(len(request.blocks) for request in self.requests) / wall_s,
             conditions=self._conditions(),
             bytes_read_per_useful_byte=self._read_per_useful(),
+            waits=counts.waits,
             **prefetch_figures(self.core),
         )
 
-    def _untimed(self) -> float | None:
-        if self.policy.eviction is None or self.policy.predictors:
+    def _untimed(self, eviction: str | None) -> float | None:
+        if eviction is None or self.policy.eviction is None or self.policy.predictors:
             return None
-        return untimed_hit_rate(self.requests, self.policy.eviction, self.capacity)
+        share = self.scenario.warmup_share
+        return untimed_hit_rates(self.requests, eviction, self.capacity, warmup_share=share).blocks
 
     def _read_per_useful(self) -> float | None:
         """Reads some host used: those of demand, and prefetches used for the first time."""
@@ -526,6 +537,7 @@ class _Run:
     def _conditions(self) -> dict[str, object]:
         return {
             "requests": len(self.requests),
+            "span_s": self.requests[-1].timestamp_s - self.requests[0].timestamp_s if self.requests else 0.0,
             "capacity_blocks": self.capacity,
             **asdict(self.scenario),
             "summary": self.policy.summary,

@@ -1,13 +1,16 @@
 """The untimed prefix-hit rate: the statistic trace papers and other simulators publish, to check ours
 against.
 
-Requests are processed one after the other, each in no time: first the longest leading run of blocks in the
-cache counts as hits, then all of the request's blocks are touched or inserted, head first. Belady passes over
-blocks that never return. The rate is over all block references, or over those after a warm-up.
+Requests are processed one after the other, each in no time: first the longest leading run of blocks in the cache counts
+as hits; then all of the request's blocks are touched or inserted, and the cache is brought down to its capacity. Order
+of touch and insertion is head first, for LFU tail first, so that of equally frequent blocks heads outlive tails. Belady
+makes room block by block, head first, and passes over blocks that never return or return later than all it has. The
+rate is over all block references, or over those after a warm-up.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,8 +52,8 @@ def untimed_hit_rates(
     block_tokens: int = 512,
 ) -> HitRates:
     """Both rates, of the requests after the warm-up. `eviction` may also be ``"ideal"``: everything is kept."""
-    use = _user(requests, eviction, capacity)
     cached: set[int] = set()
+    use = _user(requests, eviction, capacity, cached)
     first_counted = int(len(requests) * warmup_share)
     hits = references = hit_tokens = tokens = 0
     for number, request in enumerate(requests):
@@ -61,49 +64,70 @@ def untimed_hit_rates(
             references += len(blocks)
             hit_tokens += min(leading * block_tokens, request.input_tokens)
             tokens += min(len(blocks) * block_tokens, request.input_tokens)
-        for block in blocks:
-            use(block, cached)
+        use(blocks)
     return HitRates(hits / max(1, references), hit_tokens / max(1, tokens))
 
 
-def _user(requests: Sequence[Request], eviction: str, capacity: int) -> Callable[[int, set[int]], None]:
-    """What a use of a block does to the cache."""
+def _user(
+    requests: Sequence[Request], eviction: str, capacity: int, cached: set[int]
+) -> Callable[[Sequence[int]], None]:
+    """What a request's blocks do to the cache."""
     if eviction == "ideal":
-        return lambda block, cached: cached.add(block)
-    if eviction != "belady":
-        policy = make_policy(eviction, capacity)
-        return lambda block, cached: _use(block, cached, policy, capacity, None)
-    future = Future(requests)
-    belady = Belady(future.next_use)
+        return cached.update
+    if eviction == "belady":
+        future = Future(requests)
+        belady = Belady(future.next_use)
+        return lambda blocks: _use_with_foresight(blocks, cached, belady, capacity, future)
+    policy = make_policy(eviction, capacity)
+    is_tail_first = eviction == "lfu"
+    return lambda blocks: _use(blocks[::-1] if is_tail_first else blocks, cached, policy, capacity)
 
-    def use(block: int, cached: set[int]) -> None:
+
+def _use(blocks: Sequence[int], cached: set[int], policy: EvictionPolicy, capacity: int) -> None:
+    for block in blocks:
+        if block not in cached:
+            _insert(block, cached, policy)
+        policy.touch((block,), 0.0)
+    while len(cached) > capacity:
+        _evict(cached, policy)
+
+
+def _use_with_foresight(
+    blocks: Sequence[int], cached: set[int], policy: Belady, capacity: int, future: Future
+) -> None:
+    for block in blocks:
         future.consumed(block)
-        _use(block, cached, belady, capacity, future)
+        returns_at = future.next_use(block)
+        if block in cached:
+            policy.touch((block,), 0.0)
+        elif returns_at != math.inf and _has_room(returns_at, cached, policy, capacity, future):
+            _insert(block, cached, policy)
 
-    return use
+
+def _has_room(returns_at: float, cached: set[int], policy: Belady, capacity: int, future: Future) -> bool:
+    """A free place, or one made by evicting a block that returns later."""
+    if len(cached) < capacity:
+        return True
+    victim = policy.victim(0.0)
+    assert victim is not None, "nothing is held between requests"
+    if future.next_use(victim) <= returns_at:
+        return False
+    _evict(cached, policy)
+    return True
+
+
+def _insert(block: int, cached: set[int], policy: EvictionPolicy) -> None:
+    policy.insert(block, 0.0)
+    policy.unhold(block)
+    cached.add(block)
+
+
+def _evict(cached: set[int], policy: EvictionPolicy) -> None:
+    victim = policy.victim(0.0)
+    assert victim is not None, "nothing is held between requests"
+    policy.remove(victim, evicted=True)
+    cached.discard(victim)
 
 
 def _leading(blocks: Sequence[int], cached: set[int]) -> int:
     return next((i for i, block in enumerate(blocks) if block not in cached), len(blocks))
-
-
-def _use(block: int, cached: set[int], policy: EvictionPolicy, capacity: int, future: Future | None) -> None:
-    """Touch a cached block or insert it; with a `future`, only while it returns and before a block that
-    returns later."""
-    returns_at = future.next_use(block) if future else 0.0
-    if block in cached:
-        policy.touch((block,), 0.0)
-        return
-    if returns_at == float("inf"):
-        return
-    if len(cached) >= capacity:
-        victim = policy.victim(0.0)
-        assert victim is not None, "nothing is held between requests"
-        if future and future.next_use(victim) <= returns_at:
-            return
-        policy.remove(victim, evicted=True)
-        cached.discard(victim)
-    policy.insert(block, 0.0)
-    policy.unhold(block)
-    policy.touch((block,), 0.0)
-    cached.add(block)

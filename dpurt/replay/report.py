@@ -11,7 +11,11 @@ of every rate here.
   not), the share in staging at its arrival, over all requests; any present block of the run counts, as the device
   supplies the rest. `leading_at_match`: leading run in staging at arrival, over *all* references.
 - `confidence`: 95 % intervals from time slices, see `dpurt.replay.slices`.
+- `untimed_prefix_hit_rate`, `untimed_ideal_hit_rate`: for demand-only policies, the statistic others publish for the same
+  eviction and size, and its ceiling; see `dpurt.replay.hits`.
 - timely, late, early, useless, accuracy, coverage: see `dpurt.core.ledger`.
+- `leads`, `waits`: counts by `dpurt.core.ledger.LEAD_BOUNDS_S` of how long timely prefetches lay ready before use, and
+  of how long hosts waited for late ones; the last count is of all longer times.
 - `bytes_read_per_useful_byte`: bytes read from the device / bytes of reads some host used.
 - `stall_s`: time hosts waited for blocks that were stored, summed over blocks; loads over the link not
   counted.
@@ -42,6 +46,7 @@ class Result:
     reusable: float
     sources: Mapping[str, int]
     untimed_prefix_hit_rate: float | None
+    untimed_ideal_hit_rate: float | None
     planned: int
     issued: int
     timely: int
@@ -56,6 +61,8 @@ class Result:
     accuracy: float | None
     coverage: float | None
     lead_p50_s: float | None
+    leads: Sequence[int]
+    waits: Sequence[int]
     by_predictor: Mapping[str, Mapping[str, float | int | None]]
     bytes_read: int
     bytes_read_per_useful_byte: float | None
@@ -90,6 +97,7 @@ class PrefetchFigures(TypedDict):
     accuracy: float | None
     coverage: float | None
     lead_p50_s: float | None
+    leads: list[int]
     by_predictor: dict[str, dict[str, float | int | None]]
 
 
@@ -112,6 +120,7 @@ def prefetch_figures(core: PrefetchCore | None) -> PrefetchFigures:
         accuracy=total.accuracy,
         coverage=total.coverage if core is not None else None,
         lead_p50_s=total.lead_quantile_s(0.5),
+        leads=list(total.leads),
         by_predictor={name: _row(core, name) for name in names} if core is not None else {},
     )
 

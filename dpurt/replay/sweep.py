@@ -183,7 +183,8 @@ _Finished = queue.SimpleQueue[tuple[int, Result] | BaseException]
 def _worker(task: Task, todo: _Todo, finished: _Finished, done: _Done) -> Iterator[None]:
     """A process and the thread that feeds it. Both end with the context, finished or not."""
     command = [sys.executable, "-m", "dpurt.replay.worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE  # and a session of its own: an interrupt is ours to handle
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
         feeder = threading.Thread(target=_feed, args=(process, task, todo, finished, done))
         feeder.start()
         try:

@@ -39,23 +39,29 @@ def naive(requests, policy, capacity):
         "lfu": lambda block: (count[block], used[block]),
         "belady": lambda block: -later[block][-1],
     }[policy]
+
+    def leave(victim):
+        del came[victim], used[victim], count[victim]
+
     hits = at = 0
     for request in requests:
         hits += next((i for i, b in enumerate(request.blocks) if b not in came), len(request.blocks))
-        for block in request.blocks:
+        for block in request.blocks[::-1] if policy == "lfu" else request.blocks:
             at += 1
             later[block].pop()
-            if block not in came:
-                if policy == "belady" and later[block] == [float("inf")]:
+            if policy == "belady" and block not in came:
+                if later[block] == [float("inf")]:
                     continue
                 if len(came) == capacity:
                     victim = min(came, key=value)
-                    if policy == "belady" and later[victim][-1] <= later[block][-1]:
+                    if later[victim][-1] <= later[block][-1]:
                         continue
-                    del came[victim], used[victim], count[victim]
-                came[block], count[block] = at, 0
+                    leave(victim)
+            came.setdefault(block, at)
             used[block] = at
-            count[block] += 1
+            count[block] = count.get(block, 0) + 1
+        for victim in sorted(came, key=value)[: max(0, len(came) - capacity)]:
+            leave(victim)
     return hits / len(flat)
 
 

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -131,3 +134,32 @@ def test_equal_arguments_give_equal_bytes_but_for_wall_time(capsys):
         return [line for line in lines if '"wall_s"' not in line and '"refs_per_s"' not in line]
 
     assert text() == text()
+
+
+def test_neither_hash_seed_nor_processes_change_a_byte():
+    texts = []
+    for seed in ("1", "2"):
+        command = [
+            sys.executable,
+            "-m",
+            "dpurt",
+            "replay",
+            str(SLICE),
+            "--limit",
+            "60",
+            "--jobs",
+            seed,
+            "--json",
+            "-",
+        ]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        )
+        texts.append(
+            [
+                line
+                for line in done.stdout.splitlines()
+                if b'"wall_s"' not in line and b'"refs_per_s"' not in line
+            ]
+        )
+    assert texts[0] == texts[1]

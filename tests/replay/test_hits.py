@@ -17,12 +17,12 @@ def naive_lru(requests, capacity, fifo=False):
                 break
             hits += 1
         for block in request.blocks:
-            if block in cache:
-                if not fifo:
-                    cache.remove(block)
-                    cache.append(block)
-            else:
-                cache = [*cache, block][-capacity:]
+            if block not in cache:
+                cache.append(block)
+            elif not fifo:
+                cache.remove(block)
+                cache.append(block)
+        cache = cache[-capacity:]
     return hits / references if references else 0.0
 
 
