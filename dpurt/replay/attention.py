@@ -53,7 +53,9 @@ def _pooled_budget(budget: float) -> PoolBudget:
 
 
 def _lean_budget(budget: float) -> PoolBudget:
-    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.12, margin=LEAN_MARGIN)
+    return PoolBudget(
+        mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.12, margin=LEAN_MARGIN
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,11 @@ def test_fewer_steps_are_the_first_ones(write):
     [
         ({"mass_q": None}, "mass_q", "expected this array"),
         ({"meta": None}, "meta", "expected this array"),
-        ({"mass_q": np.zeros((3, 2, BLOCKS), np.int16)}, "mass_q", r"expected uint8 \[3, 2, any\], got int16"),
+        (
+            {"mass_q": np.zeros((3, 2, BLOCKS), np.int16)},
+            "mass_q",
+            r"expected uint8 \[3, 2, any\], got int16",
+        ),
         ({"mass_q": np.zeros((3, 3, BLOCKS), np.uint8)}, "mass_q", r"got uint8 \[3, 3, 21\]"),
         ({"mass_q": np.zeros((3, 2, 20), np.uint8)}, "mass_q", "at least 21 blocks, got 20"),
         ({"mass_q": np.full((3, 2, BLOCKS), 106, np.uint8)}, "mass_q", "codes up to 105, got 106"),
@@ -119,7 +123,7 @@ def test_a_wrong_array_is_refused_by_file_and_name(write, changed, array, proble
 def test_what_is_no_npz_is_refused(tmp_path, content):
     path = tmp_path / "x.npz"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="readable .npz"):
+    with pytest.raises(ConfigError, match=r"readable \.npz"):
         read_attention(path)
 
 
