@@ -144,18 +144,7 @@ def _accuracy(tally: Tally) -> str:
 
 def baselines(traces: list[AttentionTrace]) -> Iterator[Row]:
     """Hits of the named baselines, plain and strict where they differ."""
-    names = (
-        "lru",
-        "lfu",
-        "belady",
-        "lru_pool",
-        "previous_step",
-        "previous_layer",
-        "ewma",
-        "heavy_hitters",
-        "snapkv",
-    )
-    names += ("next_block", "hint", "oracle")
+    names = [name for name in POLICIES if not name.startswith("dpurt")]
     yield ["trace", "staging", *names]
     for trace in traces:
         for share in SHARES:
