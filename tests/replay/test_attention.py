@@ -25,7 +25,7 @@ ANCHORED = ("lru", "lfu", "belady", "hint", "oracle")
 
 @pytest.fixture(scope="module")
 def trace():
-    return read_attention(SLICE, steps=16)
+    return read_attention(SLICE, steps=8)
 
 
 def small(seed=0, turns=30, warm=5, layers=3, columns=12, top=3):
@@ -260,7 +260,7 @@ class TestRun:
 
     def test_equal_seeds_give_equal_figures_byte_for_byte(self):
         def figures(seed):
-            rows = run_attention(SLICE, ["dpurt", "lru"], 0.1, 4, 2, seed, pace=Pace(), steps=4)
+            rows = run_attention(SLICE, ["dpurt", "lru"], 0.1, 4, 2, seed, pace=Pace(), steps=2)
             for row in rows:
                 del row["wall_s"], row["refs_per_s"]
             return json.dumps(rows)
