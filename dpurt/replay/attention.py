@@ -40,22 +40,24 @@ from dpurt.replay.attention_timing import Pace, ReadPipe
 from dpurt.replay.attention_trace import AttentionTrace, read_attention
 
 HORIZON = 4
-MARGIN = 0.3
-LEAN_MARGIN = 0.5
+SAVED_TURNS = 120
 
 
 def _same_each_turn(budget: float) -> PoolBudget:
+    """The baselines': so many fetches a turn, unspent ones are lost."""
     return PoolBudget(mean=budget, burst=int(budget), saved=budget)
 
 
 def _pooled_budget(budget: float) -> PoolBudget:
-    return PoolBudget(mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.02, margin=MARGIN)
+    """Ours: so many fetches a turn on average, up to two and a half times as many at once."""
+    return PoolBudget(
+        mean=budget, burst=int(2.5 * budget), saved=SAVED_TURNS * budget, threshold=0.02, margin=0.3
+    )
 
 
 def _lean_budget(budget: float) -> PoolBudget:
-    return PoolBudget(
-        mean=budget, burst=int(2.5 * budget), saved=120 * budget, threshold=0.12, margin=LEAN_MARGIN
-    )
+    """The same purse, spent on what is likelier only."""
+    return replace(_pooled_budget(budget), threshold=0.12, margin=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ _TABLE = (
     AttentionPolicy(name="heavy_hitters", summary="all mass so far (H2O)", foresight=foresights.HeavyHitters),
     AttentionPolicy(name="snapkv", summary="mass at the prompt's tail", foresight=foresights.SnapKv),
     AttentionPolicy(name="next_block", summary="the block behind each", foresight=foresights.NextBlock),
-    AttentionPolicy(name="hint", summary="the engine's hints as they come", foresight=foresights.Hint),
+    AttentionPolicy(name="hint", summary="the engine's hints as they come", foresight=foresights.HintedRanks),
     AttentionPolicy(
         name="lru_pool", summary="on demand, one LRU for all layers", foresight=foresights.Lru, pooled=True
     ),
@@ -220,6 +222,8 @@ class _Replay:
         self._fates = _Fates(self.tally, trace.layers * self._width)
         self._pipe = None if scenario.pace is None else ReadPipe(scenario.pace, scenario.seed)
         self._fetched: list[Slots] = [np.empty(0, np.intp)] * trace.layers
+        self._clock = 0.0
+        self._stall_s = 0.0
 
     def run(self, progress: Callable[[int], None] | None = None) -> Tally:
         """The whole trace."""
@@ -237,14 +241,10 @@ class _Replay:
         self.tally.clock_s = self._clock
         return self.tally
 
-    _clock = 0.0
-
     def _pass_layer(self) -> None:
         if self._scenario.pace is not None:
             self._clock += self._scenario.pace.layer_s + self._stall_s
             self._stall_s = 0.0
-
-    _stall_s = 0.0
 
     def _issue(self, turn: int, layer: int) -> None:
         scores = self._foresight.scores(turn, layer)
@@ -283,6 +283,7 @@ class _Replay:
         tally.mass += float(mass.sum())
         tally.hit_mass += float(mass[hits].sum())
         tally.misses += len(hits) - int(np.count_nonzero(there))
+        tally.stall_s += self._stall_s
 
     def _wait(self, slots: Slots, there: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Read what is missing; which of those there are still in flight. Sets the stall."""
@@ -299,7 +300,6 @@ class _Replay:
             late[i] = lands is None or lands > now
         done = max(done, pipe.demand(promoted + slots[~there].tolist(), now))
         self._stall_s = done - now
-        self.tally.stall_s += self._stall_s
         return late
 
     def _cancel_unstarted(self, pipe: ReadPipe, layer: int) -> None:

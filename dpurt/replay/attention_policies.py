@@ -109,7 +109,11 @@ def _next_uses(trace: AttentionTrace) -> npt.NDArray[np.int32]:
 
 
 class _Scored(Lru):
-    """A baseline that fetches by a score: those of its first columns, as many as a layer demands, that are missing."""
+    """A baseline that fetches by a score: those of its first columns that are missing, `REACH` times as many
+    considered as a layer demands.
+    """
+
+    REACH = 1.0
 
     def __init__(self, trace: AttentionTrace, lookahead: int) -> None:
         super().__init__(trace, lookahead)
@@ -117,7 +121,8 @@ class _Scored(Lru):
 
     def scores(self, turn: int, layer: int) -> Floats | None:
         row = self.table(turn, layer)
-        best = np.argpartition(-row, self.trace.top - 1)[: self.trace.top]
+        reach = min(len(row), int(self.REACH * self.trace.top))
+        best = np.argpartition(-row, reach - 1)[:reach]
         scores = np.zeros_like(row)
         scores[best] = row[best]
         return scores
@@ -146,9 +151,10 @@ class PreviousLayer(_Scored):
 
 
 class Ewma(_Scored):
-    """Decayed masses."""
+    """Decayed masses. Gain and reach are those that reproduce the figures published for it."""
 
-    GAIN = 0.05
+    GAIN = 0.1
+    REACH = 1.2
 
     def values(self, turn: int, layer: int) -> Floats:
         masses = self.trace.masses(turn, layer)
@@ -188,16 +194,14 @@ class NextBlock(_Scored):
         return super().values(turn, layer)
 
 
-class Hint(Lru):
-    """The hint's first ranks, as many as a layer demands."""
+class HintedRanks(_Scored):
+    """All ranks of the hint, the first highest."""
 
-    def scores(self, turn: int, layer: int) -> Floats | None:
-        ranked = self.trace.hint(turn, self.lookahead, layer)
-        if ranked is None:
-            return None
+    def table(self, turn: int, layer: int) -> Floats:
         scores = np.zeros(self.trace.columns[turn])
-        ranked = ranked[: self.trace.top]
-        scores[ranked] = 1 - np.arange(len(ranked)) / (1 + len(ranked))
+        ranked = self.trace.hint(turn, self.lookahead, layer)
+        if ranked is not None:
+            scores[ranked] = 1 - np.arange(len(ranked)) / (1 + len(ranked))
         return scores
 
 

@@ -1,7 +1,5 @@
 """The pool of sparse decode: capacity, purse and eviction, against a naive model."""
 
-from types import MappingProxyType
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,6 +36,7 @@ class NaivePool:
         self.budget, self.pooled, self.counts = budget, pooled, counts_in_flight
         self.share = capacity if pooled else capacity // GROUPS
         self.value, self.flying, self.purse = {}, set(), 0.0
+        self.last = {}
 
     def scope(self, group):
         return {slot for slot in self.value if self.pooled or slot[0] == group}
@@ -77,10 +76,8 @@ class NaivePool:
         self.flying = {slot for slot in self.flying if slot[0] != group}
         return hits
 
-    last = MappingProxyType({})
-
     def settle(self, group, value):
-        self.last = {**self.last, **{(group, c): value[c] for c in range(WIDTH)}}
+        self.last.update({(group, c): value[c] for c in range(WIDTH)})
         for column in range(WIDTH):
             if (group, column) in self.value:
                 self.value[group, column] = value[column]

@@ -17,11 +17,13 @@ from dpurt.core.events import (
 from dpurt.core.predictor import (
     AGE_EDGES,
     AttentionEwma,
+    AttentionLearned,
     AttentionPrevious,
     CrossRequest,
     Hints,
     ReturnHazard,
     SlidingWindow,
+    make_predictor,
 )
 
 OWNER = Owner("space", "tenant")
@@ -147,6 +149,81 @@ class TestAttention:
         ewma.observe(DecodeStep(1, 0, 0, touched=(1,)), 0.0)
         ewma.observe(Finished(1), 1.0)
         assert (ewma._mass, ewma._owners, ewma._clocks) == ({}, {}, {})
+
+
+class TestAttentionLearned:
+    def taught(self, turns=80, **parameters):
+        """Groups 3 and 5 run in turn; group 5 wants what it was hinted, and block 900 always."""
+        predictor = AttentionLearned(**parameters)
+        predictor.observe(Arrived(1, OWNER, tuple(range(100, 140))), 0.0)
+        for step in range(turns):
+            wanted = 100 + step * 7 % 40
+            now = step * 0.02
+            predictor.observe(
+                DecodeStep(1, step, 3, (120,), ranked=(Ranked(5, (wanted, 139), now + 0.01),)), now
+            )
+            predictor.predict(now)
+            predictor.observe(DecodeStep(1, step, 5, (wanted, 900), masses=(0.2, 0.1)), now + 0.01)
+            predictor.predict(now)
+        return predictor
+
+    def test_a_hinted_group_is_told_what_hint_and_history_make_likely(self):
+        predictor = self.taught()
+        said = say(predictor, DecodeStep(1, 80, 3, (120,), ranked=(Ranked(5, (111, 139), 9.5),)), 9.0)
+        assert set(blocks_of(said)[:2]) == {111, 900}
+        assert {(p.parts_mask, p.need_by, p.sequence, p.owner) for p in said} == {(1 << 5, 9.5, 1, OWNER)}
+        assert [p.probability for p in said] == sorted((p.probability for p in said), reverse=True)
+        assert min(p.probability for p in said[:2]) > 0.8
+
+    def test_without_hints_the_group_some_groups_later_is_told_from_history(self):
+        predictor = AttentionLearned(ahead=1)
+        for step in range(40):
+            for group in (0, 1):
+                now = step * 0.1 + group * 0.05
+                said = say(predictor, DecodeStep(1, step, group, (7 + group, step)), now)
+        (likely,) = (p for p in said if p.probability > 0.9)
+        assert (likely.block, likely.parts_mask) == (7, 1)
+        assert likely.need_by - now == pytest.approx(0.05, rel=0.05)
+
+    def test_no_more_than_reach_and_nothing_under_the_floor_is_said(self):
+        predictor = self.taught(reach=2, floor=0.3)
+        said = say(predictor, DecodeStep(1, 80, 3, ranked=(Ranked(5, tuple(range(100, 140)), 9.5),)), 9.0)
+        assert len(said) <= 2
+        assert all(p.probability >= 0.3 for p in said)
+
+    def test_blocks_beyond_the_table_are_passed_over(self):
+        predictor = AttentionLearned(reach=1, max_columns=3)
+        predictor.observe(Arrived(1, OWNER, tuple(range(50))), 0.0)  # too long to be told by position
+        for step in range(30):
+            said = say(predictor, DecodeStep(1, step, 0, (step, step + 1, 2)), float(step))
+        assert blocks_of(said) == [2]
+
+    def test_a_block_named_twice_or_a_group_out_of_range_is_taken(self):
+        predictor = AttentionLearned()
+        predictor.observe(DecodeStep(1, 0, 0, (7, 7), masses=(0.5, 0.1)), 0.0)
+        predictor.observe(DecodeStep(1, 0, 128, (7,)), 0.0)
+        predictor.observe(DecodeStep(1, 1, 0, (), ranked=(Ranked(200, (7,), 1.0), Ranked(1, (), 1.0))), 0.0)
+        assert all(p.parts_mask < 1 << 128 for p in predictor.predict(0.0))
+
+    def test_stored_blocks_take_their_place_in_the_chain(self):
+        predictor = AttentionLearned()
+        predictor.observe(Arrived(1, OWNER, (5, 6)), 0.0)
+        predictor.observe(DecodeStep(1, 0, 0, (6,)), 0.0)
+        predictor.observe(Stored(1, (8,)), 0.0)
+        assert predictor._decodes[1].blocks == [5, 6, 8]
+
+    @pytest.mark.parametrize("end", [Finished(1), SequenceGone(1)])
+    def test_end_of_a_sequence_frees_its_state(self, end):
+        predictor = self.taught(turns=2)
+        predictor.observe(end, 1.0)
+        assert (predictor._owners, predictor._chains, predictor._decodes) == ({}, {}, {})
+
+    def test_it_has_a_name_a_node_can_ask_for(self):
+        assert isinstance(make_predictor("attention", 64), AttentionLearned)
+
+    def test_senseless_parameters_are_refused(self):
+        with pytest.raises(ValueError, match="reach"):
+            AttentionLearned(reach=0)
 
 
 def test_hints_keep_order_deadline_and_group():
