@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from dpurt.client import connect as client_of
 from dpurt.errors import FabricError, NodeUnavailable, RdmaUnavailable
 from dpurt.fabric import connect
-from dpurt.fabric.verbs import cut
 from dpurt.fabric.verbs_control import Ask, Control, Done, Granted, Landing, Run, proof
+from dpurt.fabric.verbs_link import cut
 from dpurt.fabric.verbs_moves import MAX_WORK_BYTES, aligned, merged, with_immediate
 from dpurt.rdma.device import find, why_off
 from dpurt.rdma.queue_pair import Opcode, QueuePairAddress, Sge
