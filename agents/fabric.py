@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from dpurt.errors import FabricError
+from dpurt.errors import FabricError, RdmaLimit, RdmaUnavailable
 from dpurt.fabric import Address, Fabric, MemoryRegion
 from dpurt.runtime.actor import Actor
 
@@ -57,9 +57,16 @@ class FabricAgent(Actor[None]):
 
     name = "fabric"
 
-    def __init__(self, fabrics: Mapping[str, Fabric], allowed: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        fabrics: Mapping[str, Fabric],
+        allowed: Mapping[str, Sequence[str]],
+        off: Mapping[str, str] | None = None,
+    ) -> None:
+        """`off`: fabrics that cannot be had on this machine, and why."""
         super().__init__(1)
         self.fabrics = dict(fabrics)
+        self.off = dict(off or {})
         self._allowed = allowed
         self._addresses: dict[str, Address] = {}
         self._inbound: dict[int, int] = {}
@@ -68,8 +75,14 @@ class FabricAgent(Actor[None]):
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         async with trio.open_nursery() as nursery:
-            for kind, fabric in self.fabrics.items():
-                self._addresses[kind] = await nursery.start(fabric.serve, self._closed)
+            for kind, fabric in list(self.fabrics.items()):
+                try:
+                    self._addresses[kind] = await nursery.start(fabric.serve, self._closed)
+                except (RdmaUnavailable, RdmaLimit) as error:
+                    del self.fabrics[kind]
+                    self.off[kind] = str(error)
+            for kind, reason in self.off.items():
+                log.warning("fabric_off", kind=kind, reason=reason)
             task_status.started()
 
     def _closed(self, session: int) -> None:
@@ -83,9 +96,8 @@ class FabricAgent(Actor[None]):
             if kind in wanted and kind in self._addresses:
                 why = f"first of the topology's {list(allowed)}" if not skipped else "; ".join(skipped)
                 return Choice(kind, self._addresses[kind], why)
-            skipped.append(
-                f"{kind}: " + ("the host cannot use it" if kind not in wanted else "not served here")
-            )
+            not_here = self.off.get(kind, "not served here")
+            skipped.append(f"{kind}: " + ("the host cannot use it" if kind not in wanted else not_here))
         return None
 
     def offer(self, region: MemoryRegion) -> None:

@@ -1,10 +1,11 @@
 """NVMe over RDMA: the bdev beside the kernel's own initiator with fio, on the same namespace of the same target.
 
 Both connect to the target `DPURT_NVME_RDMA` names ("host:port/NQN"), which should be one nobody needs the content of;
-in the test machine (`tests/vm/run --exec dpurt bench nvme_rdma`) it is the kernel's, over Soft-RoCE. Each run moves
-the same bytes in random order with the same number of commands in flight, over one queue pair a CPU; ours
-into added memory, fio's by the faster of its asynchronous engines. They take turns. CPU is that of our process, and for fio its own and the system's on its
-behalf; what a kernel thread does for either is in neither.
+in the test machine (`tests/vm/run --exec python3 -m dpurt bench nvme_rdma`) it is the kernel's, over Soft-RoCE. Each run
+moves the same bytes in random order with the same number of commands in flight, over one queue pair a CPU, which is what
+the kernel takes (Soft-RoCE serves a queue pair on one CPU at a time); ours into added memory, fio's by the faster of its
+asynchronous engines. They take turns. CPU is that of our process, and for fio its own and the system's on its behalf;
+what a kernel thread does for either is in neither.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ from dpurt.config import (
     rules,
 )  # fmt: skip
 from dpurt.config.schema import names_device
-from dpurt.errors import ConfigError
+from dpurt.errors import ConfigError, RdmaUnavailable
 from dpurt.rdma.binding import missing
-from dpurt.rdma.device import why_off
+from dpurt.rdma.device import RdmaDevice, discover, find, why_off
 
 __all__ = ["Finding", "choose_fabric", "examine", "probe"]
 
@@ -115,15 +115,17 @@ def rdma_devices() -> list[str]:
 
 
 def rdma() -> Finding:
-    devices = rdma_devices()
-    if not devices:
-        return Finding("rdma", "off", "no RDMA device in /sys/class/infiniband: hosts use shm or tcp")
-    if not _can_import("pyverbs.device"):
-        return Finding(
-            "rdma", "off", f"{', '.join(devices)}, but pyverbs cannot be imported", "install dpurt[rdma]"
-        )
-    return Finding(
-        "rdma", "off", f"{', '.join(devices)} and pyverbs are there; dpurt has no verbs fabric yet"
+    if reason := why_off():
+        return Finding("rdma", "off", f"{reason}: hosts use shm or tcp")
+    return Finding("rdma", "ok", "; ".join(map(_rdma_device, discover())))
+
+
+def _rdma_device(device: RdmaDevice) -> str:
+    limits = device.limits
+    windows = f"{limits.max_mw:,} type-2 windows" if limits.has_windows else "no type-2 windows"
+    return (
+        f"{device}: {limits.max_mr:,} regions of at most {limits.max_mr_bytes:,} bytes, {windows}, "
+        f"{limits.max_qp:,} queue pairs of {limits.max_qp_wr:,} requests"
     )
 
 
@@ -390,17 +392,27 @@ def _host_fabric(config: Config, host: HostConfig) -> Finding:
 
 def choose_fabric(config: Config, host: HostConfig) -> tuple[str | None, str]:
     """The fabric a host will get from this node if it can use all its topology names, and why."""
-    skipped = []
+    skipped: list[str] = []
     for kind in host.fabrics:
-        if kind == "shm" and shared_memory().state != "ok":
-            skipped.append("shm needs memfds")
-            continue
-        reason = {
-            "shm": "no copy, for a host on this machine (elsewhere: the next one)",
-            "tcp": f"listens at {config.fabric.tcp_bind}",
-        }[kind]
-        return kind, "; ".join([*skipped, f"first usable of {', '.join(host.fabrics)}", reason])
+        can_be_had, reason = _fabric(config, kind)
+        if can_be_had:
+            return kind, "; ".join([*skipped, f"first usable of {', '.join(host.fabrics)}", reason])
+        skipped.append(reason)
     return None, "; ".join(skipped)
+
+
+def _fabric(config: Config, kind: str) -> tuple[bool, str]:
+    """Whether a fabric can be had here, and its place or what is missing."""
+    if kind == "tcp":
+        return True, f"listens at {config.fabric.tcp_bind}"
+    if kind == "shm":
+        if shared_memory().state != "ok":
+            return False, "shm needs memfds"
+        return True, "no copy, for a host on this machine (elsewhere: the next one)"
+    try:
+        return True, f"RDMA by {find(config.fabric.verbs.device, config.fabric.verbs.address)}"
+    except RdmaUnavailable as error:
+        return False, f"verbs is off: {error}"
 
 
 def _keys(config: Config) -> Iterator[Finding]:

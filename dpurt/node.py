@@ -44,10 +44,13 @@ from dpurt.core.prefetch import PrefetchCore
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
 from dpurt.core.staging import StagingPool
+from dpurt.errors import RdmaUnavailable
 from dpurt.fabric import Fabric
 from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.shm import ShmFabric
 from dpurt.fabric.tcp import TcpFabric
+from dpurt.fabric.verbs import VerbsFabric
+from dpurt.rdma.device import find
 from dpurt.runtime.actor import RestartPolicy, supervise
 
 log = structlog.get_logger()
@@ -166,7 +169,8 @@ class Node:
         self.staging = StagingAgent(self.index, self.storage)
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
-        self.fabric = FabricAgent(self._fabrics(access), {host.name: host.fabrics for host in config.host})
+        fabrics, off = self._fabrics(access)
+        self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
         self._make_spaces()
         core = self._prefetch_core()
         self.prefetch = PrefetchAgent(core, self.staging)
@@ -188,15 +192,23 @@ class Node:
             self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.metrics,
         ]  # fmt: skip
 
-    def _fabrics(self, access: Access) -> dict[str, Fabric]:
+    def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
+        """The fabrics some host may use, and why some are not to be had on this machine."""
         wanted = {kind for host in self.config.host for kind in host.fabrics}
         fabrics: dict[str, Fabric] = {}
+        off: dict[str, str] = {}
         if "shm" in wanted:
             fabrics["shm"] = ShmFabric(access, self.config.node.run_path / "shm.sock")
         if "tcp" in wanted:
             host, port = self.config.fabric.tcp_address()
             fabrics["tcp"] = TcpFabric(access, host=host, port=port)
-        return fabrics
+        if "verbs" in wanted:
+            verbs = self.config.fabric.verbs
+            try:
+                fabrics["verbs"] = VerbsFabric(access, find(verbs.device, verbs.address), port=verbs.port)
+            except RdmaUnavailable as error:
+                off["verbs"] = str(error)
+        return fabrics, off
 
     def _make_spaces(self) -> None:
         """One region per trust domain, in it a slab per space."""
@@ -338,6 +350,7 @@ class Node:
                 for bdev, store in zip(self.bdevs, self.store.stores, strict=True)
             },
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
+            "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip

@@ -137,7 +137,7 @@ def test_word_outside_a_choice_is_answered_with_the_choice() -> None:
     error = refusal(lambda t: t["host"][0].update(fabrics=["shm", "rdma"]))
     assert (error.where, error.problem) == (
         "$.host[0].fabrics[1]",
-        "invalid enum value 'rdma'; one of: 'shm', 'tcp'",
+        "invalid enum value 'rdma'; one of: 'shm', 'tcp', 'verbs'",
     )
     error = refusal(lambda t: t["bdev"][0].update(kind="fil"))
     assert error.where == "$.bdev[0].kind"

@@ -80,7 +80,7 @@ async def connect(
     *,
     host: str,
     spaces: Mapping[str, Space],
-    fabrics: Sequence[str] = ("shm", "tcp"),
+    fabrics: Sequence[str] = ("shm", "verbs", "tcp"),
     timeout_s: float = 5.0,
     curve: CurveClient | None = None,
     epochs: Mapping[str, int] | None = None,

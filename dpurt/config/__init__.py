@@ -32,6 +32,7 @@ from dpurt.config.schema import (
     SpdkBdevConfig,
     StagingConfig,
     TenantConfig,
+    VerbsConfig,
     VhostUserBdevConfig,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "CurveConfig",
     "EnvelopeConfig",
     "FabricConfig",
+    "VerbsConfig",
     "FileBdevConfig",
     "GatewayConfig",
     "GeometryConfig",

@@ -287,3 +287,5 @@ def _odd_reach(config: Config) -> Iterator[str]:
     if is_local(config.fabric.tcp_bind) and not is_local(config.gateway.bind):
         if any("tcp" in host.fabrics for host in config.host):
             yield "hosts on other machines reach the gateway, but the tcp fabric listens on loopback only"
+    if any("verbs" in host.fabrics for host in config.host):
+        yield "the verbs fabric can be reached from the device's network, and block bytes travel unencrypted"

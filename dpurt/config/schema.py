@@ -31,7 +31,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Micros = Annotated[float, Meta(ge=0)]
-FabricKind = Literal["shm", "tcp"]
+FabricKind = Literal["shm", "verbs", "tcp"]
 Predictor = Literal["sliding_window", "hint", "attention_prev", "attention_ewma", "cross_request"]
 
 MIN_SALT_BYTES = 16
@@ -473,12 +473,23 @@ class LinkConfig(Table, frozen=True, kw_only=True):
     latency_us: Micros
 
 
+class VerbsConfig(Table, frozen=True, kw_only=True):
+    """Which RDMA device the verbs fabric uses: by name, by its IPv4 address, or the only one there is. `port`: TCP, of the
+    control connection, on the device's address; 0: any.
+    """
+
+    device: str = ""
+    address: str = ""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+
+
 class FabricConfig(Table, frozen=True, kw_only=True):
-    """Where the tcp fabric listens. Its links are opened with a secret from the control channel but not
+    """Where the tcp and verbs fabrics listen. Their links are opened with a secret from the control channel but not
     encrypted.
     """
 
     tcp_bind: Text = "tcp://127.0.0.1:0"
+    verbs: VerbsConfig = VerbsConfig()
 
     def __post_init__(self) -> None:
         rules.check_endpoint(self.tcp_bind, "fabric.tcp_bind", ("tcp",))

@@ -1,7 +1,7 @@
 """Fabrics: how block bytes move between a node and a GPU host.
 
-Implementations: `memory` (tests), `shm` (same machine: the host maps the arena), `tcp` (anywhere). RDMA verbs
-comes beside them. `dpurt.testing.check_fabric` is the contract as a test suite.
+Implementations: `memory` (tests), `shm` (same machine: the host maps the arena), `tcp` (anywhere), `verbs` (RDMA).
+`dpurt.testing.check_fabric` is the contract as a test suite.
 
 Two sides. The **node** side (`Fabric`) owns the arena's regions and decides who may touch what. The **host**
 side (`Endpoint`) pulls leased ranges, writes into its own inbound region, and offers *landing* buffers the
@@ -241,7 +241,7 @@ async def connect(kind: str, address: Address, session: int, token: bytes, deadl
 
     Raises NodeUnavailable (nobody there in time, or no room), RemoteProtocolError ``"denied"`` (session or
     token)."""
-    if kind not in ("memory", "shm", "tcp"):
+    if kind not in ("memory", "shm", "tcp", "verbs"):
         raise ValueError(f"no fabric of kind {kind!r}")
     module = importlib.import_module(f"dpurt.fabric.{kind}")  # they import this one
     endpoint: Endpoint = await module.connect(address, session, token, deadline)

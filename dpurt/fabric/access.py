@@ -83,6 +83,11 @@ class AccessTable:
         expected = grant.token if grant else bytes(MIN_TOKEN_BYTES)
         return hmac.compare_digest(expected, token) and grant is not None
 
+    def token_of(self, session: int) -> bytes | None:
+        """The session's secret, for fabrics that have it proved instead of sent."""
+        grant = self._grants.get(session)
+        return grant.token if grant else None
+
     def mappable(self, session: int) -> list[tuple[MemoryRegion, bool]]:
         """(region, writable) for each region the session may map, for fabrics that hand out descriptors."""
         offers = self._offers.values()

@@ -68,6 +68,7 @@ class Adapter:
         self.max_chunk_bytes = min(max_chunk_bytes, device.limits.max_mr_bytes)
         self.stats = AdapterStats()
         self._max_completions = min(max_completions, device.limits.max_cqe)
+        self.failure = ""
         self._promised = 0
         self._turns = _MIN_TURNS
         self._queue_pairs: dict[int, QueuePair] = {}
@@ -98,10 +99,19 @@ class Adapter:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """The completion task; ends when the adapter is closed. Without it nothing is ever reported."""
         task_status.started()
-        with self._scope:
-            while self._is_open:
-                await self._sleep()
-                await self._poll_while_busy()
+        try:
+            with self._scope:
+                while self._is_open:
+                    await self._sleep()
+                    await self._poll_while_busy()
+        except verbs().PyverbsError as error:
+            self._fail(f"the device failed: {error}")
+
+    def _fail(self, reason: str) -> None:
+        """Nothing will be reported any more: that is the end of every queue pair, and there will be no other."""
+        self.failure = reason
+        for queue_pair in list(self._queue_pairs.values()):
+            queue_pair.give_up(reason)
 
     async def _sleep(self) -> None:
         self.cq.req_notify()
@@ -149,6 +159,8 @@ class Adapter:
     def queue_pair(self, *, send_depth: int, receive_depth: int, access: Access) -> QueuePair:
         """A new queue pair, in RESET. Raises RdmaLimit."""
         v = verbs()
+        if self.failure:
+            raise RdmaLimit(self.device.name, self.failure, "see the kernel's log; a restart opens it again")
         initial = self.initial_attributes(send_depth, receive_depth)
         try:
             handle = v.QP(self.pd, initial)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dpurt.errors import RdmaLimit
 from dpurt.rdma.binding import verbs
 from dpurt.rdma.device import RdmaDevice, memlock_bytes
@@ -24,10 +26,16 @@ from dpurt.rdma.device import RdmaDevice, memlock_bytes
 if TYPE_CHECKING:
     from dpurt.rdma.endpoint import Adapter
 
-__all__ = ["Access", "Chunk", "Registration", "Segment", "Window"]
+__all__ = ["Access", "Chunk", "Registration", "Segment", "Window", "address_of"]
 
 _PAGE = 4096
 _MW_TYPE_2 = 2
+
+
+def address_of(view: memoryview) -> int:
+    """Address of the first byte of a non-empty contiguous view, writable or not. Valid while the view is."""
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 class Access(IntFlag):

@@ -11,6 +11,7 @@ Soft-RoCE lets a busy writer's acknowledge timer run out though all goes well, s
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import random
 import socket
 from collections.abc import Callable, Sequence
@@ -109,6 +110,14 @@ class QueuePairAddress:
     mtu: int
     max_reads: int
 
+    def check(self) -> None:
+        """Raises ValueError unless a peer could have this address."""
+        ipaddress.IPv6Address(self.gid)
+        if not 0 < self.number < 1 << 24 or not 0 <= self.psn < 1 << 24 or not 0 < self.max_reads < 256:
+            raise ValueError("no queue pair has these numbers")
+        if self.mtu not in (256, 512, 1024, 2048, 4096):
+            raise ValueError(f"no path has an MTU of {self.mtu}")
+
 
 @dataclass(slots=True, eq=False)
 class _Run:
@@ -176,6 +185,10 @@ class QueuePair:
 
     def connect(self, peer: QueuePairAddress) -> None:
         """INIT -> RTR -> RTS. Raises QueuePairError when the peer's address cannot be used."""
+        try:
+            peer.check()
+        except ValueError as error:
+            raise QueuePairError(self.peer, "refused", str(error)) from error
         self.peer = f"{peer.gid} QP {peer.number}"
         attr = self._connection(peer)
         self._guard(lambda: self._handle.to_rts(attr))  # takes each step, INIT to INIT among them
@@ -257,7 +270,7 @@ class QueuePair:
                 requests.prepend(work, wr_id | self._serial, is_signalled=wr_id == ids[-1])
             self._handle.post_send(requests.first)
         except verbs().PyverbsError as error:
-            self._broken(f"posting: {error}")
+            self.give_up(f"posting: {error}")
         finally:
             requests.close()
 
@@ -286,7 +299,7 @@ class QueuePair:
         try:
             self._handle.post_recv(request)
         except v.PyverbsError as error:
-            self._broken(f"posting a receive: {error}")
+            self.give_up(f"posting a receive: {error}")
         finally:
             request.close()
             element.close()
@@ -342,8 +355,8 @@ class QueuePair:
         self._failed()
         self._wake()
 
-    def _broken(self, reason: str) -> None:
-        """A post was refused: what the books hold will not all be reported, so nothing short of the end will do."""
+    def give_up(self, reason: str) -> None:
+        """What the books hold will not all be reported (a post was refused, the device is gone): only the end will do."""
         self.failure = self.failure or reason
         self.destroy()
         self.on_failed()

@@ -24,7 +24,17 @@ from dpurt.fabric import AccessCheck, Address, Endpoint, Fabric, Link, Piece, co
 from dpurt.fabric.region import MemfdRegion
 from dpurt.testing.fabric_host import digest
 
-__all__ = ["CASES", "FabricTraits", "RecordingAccess", "Rig", "check_fabric", "run_case"]
+__all__ = [
+    "CASES",
+    "FabricTraits",
+    "HostProcess",
+    "RecordingAccess",
+    "Rig",
+    "check_fabric",
+    "host_process",
+    "run_case",
+    "serving",
+]
 
 LEASE, UNKNOWN_LEASE = 11, 12
 ALICE, BOB = 7, 8
@@ -543,6 +553,7 @@ async def nobody_there_is_node_unavailable(rig: Rig) -> None:
         "memory": {"name": "none"},
         "shm": {"path": "/nonexistent"},
         "tcp": {"host": "127.0.0.1", "port": 1},
+        "verbs": {"host": "127.0.0.1", "port": 1},
     }
     kind = rig.fabric.kind
     await _raises(NodeUnavailable, connect, kind, nowhere[kind], ALICE, token_of(ALICE), soon())
@@ -551,16 +562,20 @@ async def nobody_there_is_node_unavailable(rig: Rig) -> None:
 # --- another process ---------------------------------------------------------------------------------------------------
 
 
-class _HostProcess:
+class HostProcess:
     """A `dpurt.testing.fabric_host` and its conversation."""
 
     def __init__(self, process: trio.Process) -> None:
         self.process = process
         self._buffer = b""
 
-    async def ask(self, **command: object) -> dict[str, Any]:
+    async def tell(self, **command: object) -> None:
+        """Send a command and do not wait for its answer."""
         assert self.process.stdin is not None
         await self.process.stdin.send_all(json.dumps(command).encode() + b"\n")
+
+    async def ask(self, **command: object) -> dict[str, Any]:
+        await self.tell(**command)
         return await self.answer()
 
     async def answer(self) -> dict[str, Any]:
@@ -575,7 +590,7 @@ class _HostProcess:
 
 
 @asynccontextmanager
-async def _host_process(rig: Rig, session: int) -> AsyncIterator[_HostProcess]:
+async def host_process(rig: Rig, session: int) -> AsyncIterator[HostProcess]:
     link = {
         "kind": rig.fabric.kind,
         "address": rig.address,
@@ -585,7 +600,7 @@ async def _host_process(rig: Rig, session: int) -> AsyncIterator[_HostProcess]:
     command = [sys.executable, "-m", "dpurt.testing.fabric_host", json.dumps(link)]
     process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        yield _HostProcess(process)
+        yield HostProcess(process)
     finally:
         with trio.CancelScope(shield=True):
             process.kill()
@@ -598,7 +613,7 @@ async def _host_process(rig: Rig, session: int) -> AsyncIterator[_HostProcess]:
 async def a_host_in_another_process_pulls_stores_and_lands(rig: Rig) -> None:
     if not rig.traits.crosses_processes:
         return
-    async with _host_process(rig, ALICE) as host:
+    async with host_process(rig, ALICE) as host:
         where = {"region": SHARED, "offset": 4097, "length": 3 << 20, "lease": LEASE}
         expected = digest(rig.bytes(SHARED, 4097, 3 << 20))
         assert (await host.ask(do="pull", **where)) == {"digest": expected}
@@ -613,7 +628,7 @@ async def a_host_in_another_process_pulls_stores_and_lands(rig: Rig) -> None:
     await rig.until_closed(ALICE)
 
 
-async def _push_to(rig: Rig, host: _HostProcess) -> None:
+async def _push_to(rig: Rig, host: HostProcess) -> None:
     landing = (await host.ask(do="landing", size=1 << 20))["landing"]
     source = rig.regions[SHARED].view[1 : 1 + (1 << 19)]
     await rig.link().push([(source, landing, 100)], soon())
@@ -624,7 +639,7 @@ async def _push_to(rig: Rig, host: _HostProcess) -> None:
 async def a_host_killed_in_the_middle_of_pulls_is_reported_and_balanced(rig: Rig) -> None:
     if not rig.traits.crosses_processes:
         return
-    async with _host_process(rig, BOB) as host:
+    async with host_process(rig, BOB) as host:
         where = {"do": "pull", "region": SHARED, "offset": 0, "length": SIZE, "lease": LEASE}
         await host.ask(**where)
         assert host.process.stdin is not None

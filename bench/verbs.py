@@ -1,0 +1,213 @@
+"""Arena to host and back over the verbs fabric, beside perftest's `ib_read_bw` and `ib_write_bw` on the same link.
+
+Node and host are two processes on this machine, as perftest's server and client are; ours and perftest take turns. A
+read is a `pull` into a landing, a write a `store` from one: asked for, granted through a memory window, moved, reported;
+*depth* is how many are under way at a time, as perftest's ``--tx-depth`` is. perftest does only the moving, and polls.
+Both have the same path MTU, the same acknowledge timer (Soft-RoCE needs a long one) and move the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import trio
+
+from dpurt.bench.result import BenchResult, Figure
+from dpurt.errors import RdmaUnavailable
+from dpurt.fabric import Address, Endpoint, Piece, connect
+from dpurt.fabric.region import MemfdRegion
+from dpurt.fabric.verbs import VerbsFabric
+from dpurt.rdma.device import RdmaDevice, find
+from dpurt.rdma.queue_pair import ACK_TIMEOUT
+
+SUMMARY = "arena to host: the verbs fabric beside perftest (ib_read_bw, ib_write_bw) on the same RDMA link"
+PROGRAMS = {"pull": "ib_read_bw", "store": "ib_write_bw"}
+SIZES = (64 << 10, 1 << 20, 4 << 20)
+DEPTHS = (1, 4, 16)
+RUN_BYTES = 24 << 20
+REGION_BYTES = 64 << 20
+SESSION, TOKEN, SHARED, INBOUND = 1, bytes(range(32)), 1, 2
+LEAST = 0.9
+_PORTS = count(18600)
+_PATIENCE_S = 120.0
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    op: str
+    size: int
+    depth: int
+
+    @property
+    def num_blocks(self) -> int:
+        return max(RUN_BYTES // self.size, 2 * self.depth, 5)
+
+    @property
+    def title(self) -> str:
+        return f"{self.op}, {self.size >> 10} KiB, depth {self.depth}"
+
+
+def run(quick: bool) -> BenchResult:
+    pairs = 3 if quick else 11
+    result = BenchResult(name="verbs", conditions=_conditions(pairs))
+    try:
+        device = find()
+    except RdmaUnavailable as error:
+        result.conditions["verbs_off"] = str(error)
+        return result
+    result.conditions["device"] = str(device)
+    has_peer = all(map(shutil.which, PROGRAMS.values()))
+    if not has_peer:
+        result.conditions["peer_missing"] = "install perftest"
+    with _node() as address:
+        result.figures += trio.run(_measure, address, device if has_peer else None, pairs)
+    return result
+
+
+def _conditions(pairs: int) -> dict[str, object]:
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
+        "python": platform.python_version(),
+        "trio": trio.__version__,
+        "pairs": pairs,
+        "run_bytes": RUN_BYTES,
+        "load": os.getloadavg()[0],
+    }
+
+
+# --- figures ------------------------------------------------------------------------------------------------------------
+
+
+async def _measure(address: Address, device: RdmaDevice | None, pairs: int) -> list[Figure]:
+    endpoint = await connect("verbs", address, SESSION, TOKEN, trio.current_time() + _PATIENCE_S)
+    local = endpoint.landing(REGION_BYTES).view
+    figures = []
+    for op in PROGRAMS:
+        for size in SIZES:
+            for depth in DEPTHS:
+                figures.append(await _figure(endpoint, local, _Shape(op, size, depth), device, pairs))
+                print(figures[-1], file=sys.stderr, flush=True)
+    local.release()
+    await endpoint.aclose()
+    return figures
+
+
+async def _figure(
+    endpoint: Endpoint, local: memoryview, shape: _Shape, device: RdmaDevice | None, pairs: int
+) -> Figure:
+    mine: list[float] = []
+    theirs: list[float] = []
+    for pair in range(-1, pairs):  # the first warms up
+        for is_ours in (True, False) if pair % 2 else (False, True):
+            if is_ours:
+                mine.append(await _ours(endpoint, local, shape))
+            elif device is not None:
+                theirs.append(_perftest(device, shape))
+    return _verdict(shape, mine[1:], theirs[1:])
+
+
+def _verdict(shape: _Shape, mine: list[float], theirs: list[float]) -> Figure:
+    ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) if theirs else None
+    return Figure(
+        name=shape.title,
+        value=round(statistics.median(mine), 1),
+        unit="MiB/s",
+        peer=PROGRAMS[shape.op],
+        peer_value=round(statistics.median(theirs), 1) if theirs else None,
+        ratio=round(ratio, 2) if ratio else None,
+        target=f">= {LEAST}x {PROGRAMS[shape.op]}",
+        holds=ratio >= LEAST if ratio else None,
+    )
+
+
+async def _ours(endpoint: Endpoint, local: memoryview, shape: _Shape) -> float:
+    """MiB/s of one run."""
+    left = iter(range(shape.num_blocks))
+    start = time.perf_counter()
+    async with trio.open_nursery() as nursery:
+        for _ in range(shape.depth):
+            nursery.start_soon(_mover, endpoint, local, shape, left)
+    return shape.num_blocks * shape.size / (time.perf_counter() - start) / _MIB
+
+
+async def _mover(endpoint: Endpoint, local: memoryview, shape: _Shape, left: Iterator[int]) -> None:
+    move = endpoint.pull if shape.op == "pull" else endpoint.store
+    region = SHARED if shape.op == "pull" else INBOUND
+    for number in left:
+        at = number % (REGION_BYTES // shape.size) * shape.size
+        piece = Piece(region, at, 0, local[at : at + shape.size])
+        await move([piece], trio.current_time() + _PATIENCE_S)
+
+
+def _perftest(device: RdmaDevice, shape: _Shape) -> float:
+    """MiB/s perftest tells of one run of its own pair of processes."""
+    command = [
+        PROGRAMS[shape.op], "--ib-dev", device.name, "--gid-index", str(device.gid_index), "--size", str(shape.size),
+        "--tx-depth", str(shape.depth), "--iters", str(shape.num_blocks), "--mtu", str(device.mtu),
+        "--qp-timeout", str(ACK_TIMEOUT), "--port", str(next(_PORTS)), "--CPU-freq", "--output", "bandwidth",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            return _client([*command, device.address])
+        finally:
+            server.kill()
+
+
+def _client(command: list[str]) -> float:
+    """The server may not listen yet."""
+    deadline = time.monotonic() + 20
+    while True:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S)
+        if done.returncode == 0:
+            return float(done.stdout.split()[-1])
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout[-300:]} {done.stderr[-300:]}")
+        time.sleep(0.05)
+
+
+# --- the node -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _node() -> Iterator[Address]:
+    command = [sys.executable, "-m", "dpurt.bench.verbs"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+class _AllowAll:
+    def begin(self, session: int, op: str, region_id: int, offset: int, length: int, lease: int) -> bool:
+        return True
+
+    def end(self, session: int, op: str, region_id: int, offset: int, length: int, lease: int) -> None:
+        return None
+
+
+async def _serve() -> None:
+    """What the node process does, until it is killed."""
+    fabric = VerbsFabric(_AllowAll(), find())
+    for region_id, writer in ((SHARED, None), (INBOUND, SESSION)):
+        fabric.add_region(MemfdRegion(region_id, f"bench {region_id}", REGION_BYTES), None, writer)
+    fabric.admit(SESSION, TOKEN, [SHARED], [INBOUND])
+    async with trio.open_nursery() as nursery:
+        print(json.dumps(await nursery.start(fabric.serve, lambda session: None)), flush=True)
+
+
+if __name__ == "__main__":
+    trio.run(_serve)

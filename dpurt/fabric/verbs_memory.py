@@ -1,0 +1,94 @@
+"""The arena's regions as the node's RDMA device knows them: registered once, for as long as they are offered or used.
+
+Leaves to others: who may use them; windows (`dpurt.fabric.verbs_link`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dpurt.fabric import MemoryRegion
+from dpurt.rdma.endpoint import Adapter
+from dpurt.rdma.memory import Access, Registration, address_of
+from dpurt.rdma.queue_pair import Sge
+
+__all__ = ["ArenaMemory"]
+
+SCRATCH_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _Offered:
+    """A region and its registration, which ends with the last grant after the offer."""
+
+    region: MemoryRegion
+    is_inbound: bool
+    registration: Registration | None = None
+    users: int = 0
+    is_offered: bool = True
+
+    def release(self) -> None:
+        if self.registration is not None and not self.users and not self.is_offered:
+            self.registration.close()
+            self.registration = None
+
+
+class ArenaMemory:
+    """The arena's regions as the device knows them."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._offered: dict[int, _Offered] = {}
+        scratch = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
+        self._scratch = adapter.register(address_of(scratch), SCRATCH_BYTES, Access.LOCAL_WRITE, scratch)
+
+    @property
+    def nothing(self) -> Sge:
+        """For receives of an immediate: no byte lands here, but an element there must be."""
+        [segment] = self._scratch.segments(self._scratch.address, 8)
+        return Sge(segment.address, 8, segment.chunk.lkey)
+
+    def offer(self, region: MemoryRegion, *, is_inbound: bool) -> None:
+        self._offered[region.region_id] = _Offered(region, is_inbound)
+
+    def withdraw(self, region_id: int) -> None:
+        found = self._offered.pop(region_id, None)
+        if found is not None:
+            found.is_offered = False
+            found.release()
+
+    def register_all(self) -> None:
+        """Now, while nobody waits: pinning takes time. Raises RdmaLimit."""
+        for offered in self._offered.values():
+            self._registration(offered)
+
+    def _registration(self, offered: _Offered) -> Registration:
+        if offered.registration is None:
+            view = offered.region.view
+            offered.registration = self._adapter.register(address_of(view), len(view), self._access(offered))
+        return offered.registration
+
+    def _access(self, offered: _Offered) -> Access:
+        """No more than is needed: with windows, nothing for anybody but through them."""
+        if self._adapter.device.limits.has_windows:
+            return Access.LOCAL_WRITE | Access.MW_BIND
+        return Access.LOCAL_WRITE | Access.REMOTE_WRITE if offered.is_inbound else Access.REMOTE_READ
+
+    @contextlib.contextmanager
+    def using(self, region_ids: set[int]) -> Iterator[dict[int, Registration]]:
+        """The registrations of regions, kept until the end of the block. Raises RdmaLimit."""
+        used = [self._offered[region_id] for region_id in region_ids]
+        for offered in used:
+            offered.users += 1
+        try:
+            yield {offered.region.region_id: self._registration(offered) for offered in used}
+        finally:
+            for offered in used:
+                offered.users -= 1
+                offered.release()
+
+    def known(self) -> list[Registration]:
+        return [o.registration for o in self._offered.values() if o.registration is not None]

@@ -1,0 +1,85 @@
+"""Which bytes go where: cutting local and remote runs to the same lengths, and registering memory for one transfer. Mostly pure.
+
+Leaves to others: who may (`dpurt.fabric.access`), carrying the works out (`dpurt.rdma.queue_pair`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from dpurt.fabric.verbs_control import Run
+from dpurt.rdma.endpoint import Adapter
+from dpurt.rdma.memory import Access, Registration
+from dpurt.rdma.queue_pair import Opcode, Sge, Work
+
+__all__ = ["Span", "aligned", "merged", "registered", "sges_of", "with_immediate"]
+
+MAX_WORK_BYTES = 1 << 20
+_PAGE = 4096
+
+Span = tuple[int, int]  # address, length
+
+
+def aligned(opcode: Opcode, local: Iterable[Sge], remote: Iterable[Run]) -> list[Work]:
+    """One work for each stretch that is whole on both sides. Both sides have the same number of bytes."""
+    works = []
+    theirs = iter(remote)
+    there = Run(0, 0, 0)
+    for here in local:
+        at, left = here.address, here.length
+        while left:
+            while not there.length:
+                there = next(theirs)
+            size = min(left, there.length, MAX_WORK_BYTES)
+            works.append(Work(opcode, (Sge(at, size, here.lkey),), there.address, there.key))
+            at, left = at + size, left - size
+            there = Run(there.address + size, there.length - size, there.key)
+    return works
+
+
+def with_immediate(works: Sequence[Work], immediate: int) -> list[Work]:
+    """The same, but the last one tells the peer."""
+    return [*works[:-1], replace(works[-1], opcode=Opcode.WRITE_IMMEDIATE, immediate=immediate & 0xFFFFFFFF)]
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Spans on the same or neighbouring pages become one, so that many small pieces of a buffer cost one registration."""
+    found: list[Span] = []
+    for address, length in sorted(spans):
+        if found and address <= _page_end(found[-1]):
+            first = found[-1][0]
+            found[-1] = first, max(sum(found[-1]), address + length) - first
+        else:
+            found.append((address, length))
+    return found
+
+
+def _page_end(span: Span) -> int:
+    return -(-sum(span) // _PAGE) * _PAGE
+
+
+@contextmanager
+def registered(
+    adapter: Adapter, known: Iterable[Registration], spans: Sequence[Span], access: Access
+) -> Iterator[list[Registration]]:
+    """Registrations that hold all of `spans`: the known ones that do, and some made for now. Raises RdmaLimit."""
+    kept = [registration for registration in known if any(registration.holds(*span) for span in spans)]
+    missing = [span for span in spans if not any(registration.holds(*span) for registration in kept)]
+    made: list[Registration] = []
+    try:
+        for address, length in merged(missing):
+            made.append(adapter.register(address, length, access))
+        yield kept + made
+    finally:
+        for registration in made:
+            registration.close()
+
+
+def sges_of(registrations: Sequence[Registration], spans: Iterable[Span]) -> Iterator[Sge]:
+    """The local elements of spans that are registered, cut where a registration's chunks end."""
+    for span in spans:
+        holder = next(registration for registration in registrations if registration.holds(*span))
+        for segment in holder.segments(*span):
+            yield Sge(segment.address, segment.length, segment.chunk.lkey)

@@ -1,0 +1,287 @@
+"""The verbs fabric on Soft-RoCE: the contract every fabric keeps, and what only this one can get wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import trio
+
+from dpurt.errors import FabricError
+from dpurt.fabric.exchange import Pace
+from dpurt.fabric.verbs import VerbsFabric, VerbsLimits
+from dpurt.fabric.verbs_control import Run
+from dpurt.fabric.verbs_host import VerbsEndpoint
+from dpurt.fabric.verbs_moves import aligned
+from dpurt.rdma.device import find
+from dpurt.rdma.queue_pair import Opcode
+from dpurt.testing.fabric_contract import (
+    ALICE,
+    ALICE_INBOUND,
+    BOB,
+    BOB_INBOUND,
+    CASES,
+    LEASE,
+    SHARED,
+    SIZE,
+    FabricTraits,
+    Rig,
+    host_process,
+    piece,
+    run_case,
+    serving,
+    soon,
+)
+
+pytestmark = pytest.mark.vm
+
+TRAITS = FabricTraits(checks_leases=True, has_views=False, crosses_processes=True)
+Tamper = Callable[[list[Run]], Awaitable[list[Run]]]
+
+
+def make(limits: VerbsLimits | None = None, *, has_windows: bool = True) -> Callable[..., VerbsFabric]:
+    device = find("rxe0")
+    device = replace(device, limits=replace(device.limits, has_windows=has_windows))
+    return lambda access: VerbsFabric(access, device, limits=limits)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+async def test_contract(case):
+    await run_case(case, make(), TRAITS)
+
+
+CHUNKED = [
+    case
+    for case in CASES
+    if case.__name__.startswith(
+        ("pull_gives", "store_changes", "push_is", "one_bad", "the_counters", "out_of_bounds")
+    )
+]
+
+
+@pytest.mark.parametrize("case", CHUNKED, ids=lambda case: case.__name__)
+async def test_contract_with_regions_of_many_registrations(case):
+    await run_case(case, make(VerbsLimits(max_chunk_bytes=1 << 20)), TRAITS)
+
+
+@pytest.mark.parametrize("case", CHUNKED, ids=lambda case: case.__name__)
+async def test_contract_on_a_device_without_windows(case):
+    await run_case(case, make(has_windows=False), TRAITS)
+
+
+@asynccontextmanager
+async def rig_of(limits: VerbsLimits | None = None, *, has_windows: bool = True) -> AsyncIterator[Rig]:
+    with trio.fail_after(60):
+        async with serving(make(limits, has_windows=has_windows), TRAITS) as rig:
+            yield rig
+
+
+async def opened(rig: Rig, tamper: Tamper | None = None, *, times: int = 1) -> VerbsEndpoint:
+    """A host that does something to the next grants before it uses them."""
+    host = await rig.open()
+    assert isinstance(host, VerbsEndpoint)
+    original = host._granted
+    left = times
+
+    async def granted(*arguments):  # type: ignore[no-untyped-def]
+        nonlocal left
+        runs = await original(*arguments)
+        left -= 1
+        return runs if tamper is None or left < 0 else await tamper(runs)
+
+    host._granted = granted
+    return host
+
+
+async def wrong_key(runs: list[Run]) -> list[Run]:
+    return [Run(run.address, run.length, run.key ^ 0x55) for run in runs]
+
+
+async def beyond_the_region(runs: list[Run]) -> list[Run]:
+    return [Run(run.address + SIZE, run.length, run.key) for run in runs]
+
+
+async def too_late(runs: list[Run]) -> list[Run]:
+    await trio.sleep(1)
+    return runs
+
+
+@pytest.mark.parametrize("op", ["pull", "store"])
+async def test_a_wrong_key_is_refused_and_named(op: str):
+    async with rig_of() as rig:
+        host = await opened(rig, wrong_key, times=2)
+        before = {number: bytes(region.view) for number, region in rig.regions.items()}
+        got = piece(SHARED if op == "pull" else ALICE_INBOUND, 0, 4096, fill=1)
+        with pytest.raises(FabricError, match="remote_access") as caught:
+            await getattr(host, op)([got], soon())
+        assert (caught.value.stage, caught.value.status) == (op, "closed")
+        assert bytes(got.local) == b"\x01" * 4096
+        assert before == {number: bytes(region.view) for number, region in rig.regions.items()}
+        await rig.access.idle()
+        await host.aclose()
+
+
+async def test_after_one_refusal_the_queue_pair_is_replaced_and_the_call_succeeds():
+    async with rig_of() as rig:
+        host = await opened(rig, wrong_key)
+        got = piece(SHARED, 5, 100_000)
+        await host.pull([got], soon())
+        assert got.local == rig.bytes(SHARED, 5, 100_000)
+        landing = host.landing(4096)
+        await rig.link().push([(rig.regions[SHARED].view[:50], landing.region_id, 7)], soon())
+        assert landing.view[7:57] == rig.regions[SHARED].view[:50]
+        assert host.stats.errors == rig.fabric.stats.errors == 1
+        await host.aclose()
+
+
+@pytest.mark.parametrize("op", ["pull", "store"])
+async def test_nothing_outside_the_region_can_be_touched(op: str):
+    async with rig_of() as rig:
+        host = await opened(rig, beyond_the_region, times=2)
+        before = {number: bytes(region.view) for number, region in rig.regions.items()}
+        with pytest.raises(FabricError, match="remote_access"):
+            await getattr(host, op)(
+                [piece(SHARED if op == "pull" else ALICE_INBOUND, 0, 100, fill=9)], soon()
+            )
+        assert before == {number: bytes(region.view) for number, region in rig.regions.items()}
+        await host.aclose()
+
+
+async def test_a_key_for_reading_cannot_be_used_to_write(monkeypatch: pytest.MonkeyPatch):
+    async with rig_of() as rig:
+        host = await opened(rig)
+        before = rig.bytes(SHARED, 0, SIZE)
+        monkeypatch.setattr(
+            "dpurt.fabric.verbs_host.aligned", lambda _, *sides: aligned(Opcode.WRITE, *sides)
+        )
+        with pytest.raises(FabricError, match="remote_access"):
+            await host.pull([piece(SHARED, 0, 100, fill=9)], soon())
+        assert rig.bytes(SHARED, 0, SIZE) == before
+        await host.aclose()
+
+
+@pytest.mark.parametrize("has_windows", [True, False])
+async def test_a_host_that_overstays_finds_its_keys_dead(has_windows: bool):
+    limits = VerbsLimits(pace=Pace(grace_s=0.2))
+    async with rig_of(limits, has_windows=has_windows) as rig:
+        host = await opened(rig, too_late, times=2)
+        got = piece(SHARED, 0, 4096)
+        with pytest.raises(FabricError, match=r"remote_access|retries|flushed|remote_invalid"):
+            await host.pull([got], soon())
+        assert bytes(got.local) == bytes(4096)
+        assert not +rig.access.active
+        await host.pull([got], soon())
+        assert got.local == rig.bytes(SHARED, 0, 4096)
+        await host.aclose()
+
+
+async def test_one_hosts_key_is_no_use_to_another():
+    async with rig_of() as rig:
+        stolen: list[Run] = []
+        lent, release = trio.Event(), trio.Event()
+
+        async def lend(runs: list[Run]) -> list[Run]:
+            stolen.extend(runs)
+            lent.set()
+            await release.wait()
+            return runs
+
+        async def take(runs: list[Run]) -> list[Run]:
+            return list(stolen)
+
+        alice = await opened(rig, lend)
+        bob = await rig.open(BOB)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(alice.store, [piece(ALICE_INBOUND, 0, 100, fill=1)], soon())
+            await lent.wait()
+            original = bob._granted
+            bob._granted = lambda *a: take([])  # type: ignore[attr-defined]
+            with pytest.raises(FabricError, match="remote_"):
+                await bob.store([piece(BOB_INBOUND, 0, 100, fill=2)], soon())
+            bob._granted = original  # type: ignore[attr-defined]
+            release.set()
+        assert rig.bytes(ALICE_INBOUND, 0, 100) == b"\x01" * 100
+        await alice.aclose()
+        await bob.aclose()
+
+
+async def test_transfers_under_way_survive_a_broken_queue_pair():
+    async with rig_of() as rig:
+        host = await opened(rig)
+        pieces = [piece(SHARED, i << 19, 1 << 19) for i in range(8)]
+        stores = [piece(ALICE_INBOUND, i << 19, 1 << 19, fill=i + 1) for i in range(4)]
+        async with trio.open_nursery() as nursery:
+            for got in pieces:
+                nursery.start_soon(host.pull, [got], soon())
+            for stored in stores:
+                nursery.start_soon(host.store, [stored], soon())
+            await trio.sleep(0.05)
+            host._queue_pair.fail("by this test")
+        assert b"".join(got.local for got in pieces) == rig.bytes(SHARED, 0, 4 << 20)
+        assert rig.bytes(ALICE_INBOUND, 0, 2 << 20) == b"".join(bytes(stored.local) for stored in stores)
+        await host.aclose()
+
+
+@pytest.mark.parametrize("after", [0, 0.02, 0.2])
+@pytest.mark.parametrize("op", ["pull", "store", "landing"])
+async def test_a_host_killed_at_any_step_leaves_nothing_begun(op: str, after: float):
+    async with rig_of() as rig, host_process(rig, ALICE) as host:
+        where = {
+            "region": SHARED if op == "pull" else ALICE_INBOUND,
+            "offset": 0,
+            "length": SIZE,
+            "lease": LEASE,
+        }
+        await host.ask(do="view", **where)  # it is connected
+        async with trio.open_nursery() as nursery:
+            if op == "landing":
+                number = (await host.ask(do="landing", size=SIZE))["landing"]
+                nursery.start_soon(push_somehow, rig, number)
+            else:
+                await host.tell(do=op, fill=1, **where)
+            await trio.sleep(after)
+            host.process.kill()
+            await rig.until_closed(ALICE)
+            await rig.access.idle()
+        assert rig.fabric.adapter.stats.queue_pairs == 0
+        assert rig.fabric.adapter.stats.windows == 0
+
+
+async def push_somehow(rig: Rig, number: int) -> None:
+    try:
+        await rig.link().push([(rig.regions[SHARED].view[:], number, 0)], soon())
+    except FabricError as error:
+        if error.status != "closed":
+            raise
+
+
+def resources() -> dict[str, str]:
+    """What the kernel has of each kind, by its own count."""
+    shown = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=True).stdout
+    words = shown.split()
+    return dict(pairwise(words))
+
+
+async def test_hundreds_of_links_leave_nothing_behind():
+    kinds = ("pd", "cq", "qp", "mr", "ctx")
+    async with rig_of() as rig:
+        await (await rig.open()).aclose()
+        await rig.until_closed(ALICE)
+        before, files = resources(), len(os.listdir("/proc/self/fd"))
+        for cycle in range(250):
+            rig.closed.clear()
+            with trio.fail_after(20):
+                host = await rig.open()
+                host.landing(4096)
+                if cycle % 10 == 0:
+                    await host.pull([piece(SHARED, cycle, 5000)], soon())
+                await host.aclose()
+                await rig.until_closed(ALICE)
+        assert {kind: resources()[kind] for kind in kinds} == {kind: before[kind] for kind in kinds}
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert rig.fabric.stats.errors == 0
