@@ -22,6 +22,7 @@ from dpurt.doctor import memory_bytes
 from dpurt.errors import ConfigError
 from dpurt.json_output import add_json_argument, check_writable, write_json
 from dpurt.progress import Progress
+from dpurt.rdma.device import why_off
 from dpurt.replay.trace import read_mooncake
 
 TRACE = "mooncake_conversation_1600.jsonl.gz"
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, default=1500, metavar="N", help="how many of the trace (default 1500)"
     )
-    parser.add_argument("--fabric", choices=["shm", "tcp", "both"], default="both")
+    parser.add_argument("--fabric", choices=["shm", "tcp", "both", "verbs"], default="both")
     parser.add_argument(
         "--speed", type=float, default=12.0, metavar="X", help="times faster than the trace (default 12)"
     )
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Play, show, judge: 1 when a byte was wrong, a host could not be served, or figures do not add up."""
     _check_files(args)
     _check_device(args)
+    _check_fabric(args)
     plan = _plan(args)
     quiet = args.json == "-"
     if not quiet:
@@ -131,6 +133,11 @@ def is_good(outcome: Outcome) -> bool:
         0 if outcome.crash and outcome.crash.victim == "node" else sum(h.unreachable for h in outcome.hosts)
     )
     return not wrong and not lost and not outcome.exit_code and report.ledger_adds_up(outcome.stats)
+
+
+def _check_fabric(args: argparse.Namespace) -> None:
+    if args.fabric == "verbs" and (reason := why_off()):
+        raise ConfigError("--fabric verbs", reason)
 
 
 def _plan(args: argparse.Namespace) -> Plan:

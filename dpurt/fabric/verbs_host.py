@@ -201,6 +201,7 @@ class VerbsEndpoint:
         try:
             entries = [(piece.region_id, piece.offset, len(piece.local), piece.lease) for piece in pieces]
             self._control.post(Ask(number, op, entries))
+            self._adapter.expect()
             runs = await self._granted(question, queue_pair, op, entries)
             if runs:
                 await self._move(queue_pair, op, pieces, runs, number, deadline)

@@ -281,6 +281,7 @@ class VerbsLink:
         with self._node.memory.using({entry[0] for entry in ask.entries if entry[2]}) as registrations:
             async with self._opened(ask, registrations) as runs:
                 self._control.post(Granted(ask.number, runs))
+                self._node.adapter.expect()
                 if not total:
                     grant.end(is_ok=True)
                 with trio.CancelScope(deadline=self._limits.pace.deadline(total)):

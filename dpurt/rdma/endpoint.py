@@ -1,9 +1,9 @@
 """An opened RDMA device on Trio: one protection domain, one completion queue, and the task that reads it.
 
-Theory of operation. `run` is the completion task. It sleeps on the completion channel's descriptor; when that says something,
-it polls until nothing has come for a few turns, asks for the next event, looks once more (a completion may have slipped in
-between) and sleeps again. How many turns adapts: polling that found something is done longer the next time, polling in vain
-shorter, so a busy link is polled and an idle one costs nothing. `stats` says what that cost.
+Theory of operation. `run` is the completion task. It sleeps on the completion channel's descriptor until that says something
+or a post says `expect`. Then it polls, a scheduler pass between two looks, until nothing has come for `SPIN_S`; asks for the
+next event, looks once more (a completion may have slipped in between) and sleeps again. So a busy link is polled, also by the
+others' tasks that wait for sockets, and an idle one costs nothing. `stats` says what the polling cost.
 
 pyverbs does not tell the channel's descriptor, so it is found as the one that is new; and its `get_cq_event` would block with
 the interpreter's lock held, so the descriptor is made non-blocking first.
@@ -33,8 +33,8 @@ from dpurt.rdma.queue_pair import QueuePair
 __all__ = ["Adapter", "AdapterStats"]
 
 MAX_COMPLETIONS = 16384
+SPIN_S = 0.001
 _BATCH = 64
-_MIN_TURNS, _MAX_TURNS = 1, 16
 _FINDING = threading.Lock()  # two channels opened at once would both be new
 
 
@@ -70,7 +70,8 @@ class Adapter:
         self._max_completions = min(max_completions, device.limits.max_cqe)
         self.failure = ""
         self._promised = 0
-        self._turns = _MIN_TURNS
+        self._busy_until = 0.0
+        self._nap = trio.CancelScope()
         self._queue_pairs: dict[int, QueuePair] = {}
         self._serials = itertools.cycle(range(1, 1 << 15))
         self._scope = trio.CancelScope()
@@ -113,15 +114,22 @@ class Adapter:
         for queue_pair in list(self._queue_pairs.values()):
             queue_pair.give_up(reason)
 
+    def expect(self) -> None:
+        """Something was posted or asked for: its answer is likely soon, so look instead of sleeping."""
+        self._busy_until = trio.current_time() + SPIN_S
+        self._nap.cancel()
+
     async def _sleep(self) -> None:
-        self.cq.req_notify()
-        if self._poll():
-            return
-        try:
-            await trio.lowlevel.wait_readable(self._event_fd)
-        except trio.ClosedResourceError:
-            return
-        self._take_events()
+        with trio.CancelScope() as self._nap:
+            self.cq.req_notify()
+            if self._poll():
+                return
+            try:
+                await trio.lowlevel.wait_readable(self._event_fd)
+            except trio.ClosedResourceError:
+                return
+            if self._is_open:  # else it was closed while we were woken, and pyverbs would not notice
+                self._take_events()
 
     def _take_events(self) -> None:
         with contextlib.suppress(verbs().PyverbsRDMAError):  # EAGAIN: that was all
@@ -131,15 +139,13 @@ class Adapter:
                 self.stats.events += 1
 
     async def _poll_while_busy(self) -> None:
-        vain = 0
-        while vain < self._turns and self._is_open:
+        while self._is_open:
+            now = trio.current_time()
             if self._poll():
-                self._turns = min(_MAX_TURNS, self._turns + vain)
-                vain = 0
-            else:
-                vain += 1
+                self._busy_until = now + SPIN_S
+            if now >= self._busy_until:
+                return
             await trio.lowlevel.checkpoint()
-        self._turns = max(_MIN_TURNS, self._turns // 2)
 
     def _poll(self) -> int:
         count: int

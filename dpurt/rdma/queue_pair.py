@@ -269,6 +269,7 @@ class QueuePair:
             for wr_id, work in zip(reversed(ids), reversed(chain), strict=True):
                 requests.prepend(work, wr_id | self._serial, is_signalled=wr_id == ids[-1])
             self._handle.post_send(requests.first)
+            self._adapter.expect()
         except verbs().PyverbsError as error:
             self.give_up(f"posting: {error}")
         finally:

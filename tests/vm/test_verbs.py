@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from dpurt.testing.fabric_contract import (
     run_case,
     serving,
     soon,
+    token_of,
 )
 
 pytestmark = pytest.mark.vm
@@ -285,3 +287,20 @@ async def test_hundreds_of_links_leave_nothing_behind():
         assert {kind: resources()[kind] for kind in kinds} == {kind: before[kind] for kind in kinds}
         assert len(os.listdir("/proc/self/fd")) == files
         assert rig.fabric.stats.errors == 0
+
+
+async def test_sixty_four_idle_hosts_cost_no_cpu_time():
+    async with rig_of() as rig:
+        hosts = [await rig.open()]
+        for session in range(100, 163):
+            rig.fabric.admit(session, token_of(session), (SHARED,), ())
+            hosts.append(await rig.open(session))
+        await trio.sleep(1)
+        before = time.process_time()
+        await trio.sleep(5)
+        assert time.process_time() - before < 0.05, "of node and hosts together, one percent of a core"
+        got = piece(SHARED, 0, 5000)
+        await hosts[-1].pull([got], soon())
+        assert got.local == rig.bytes(SHARED, 0, 5000)
+        for host in hosts:
+            await host.aclose()
