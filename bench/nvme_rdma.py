@@ -1,10 +1,11 @@
 """NVMe over RDMA: the bdev beside the kernel's own initiator with fio, on the same namespace of the same target.
 
 Both connect to the target `DPURT_NVME_RDMA` names ("host:port/NQN"), which should be one nobody needs the content of;
-in the test machine (`tests/vm/run --exec dpurt bench nvme_rdma`) it is the kernel's, over Soft-RoCE. Each run moves
-the same bytes in random order with the same number of commands in flight; ours into added memory, fio's by the faster
-of its asynchronous engines. They take turns. CPU is that of our process, and for fio its own and the system's on its
-behalf; what a kernel thread does for either is in neither.
+in the test machine (`tests/vm/run --exec python3 -m dpurt bench nvme_rdma`) it is the kernel's, over Soft-RoCE. Each run
+moves the same bytes in random order with the same number of commands in flight, over one queue pair a CPU, which is what
+the kernel takes (Soft-RoCE serves a queue pair on one CPU at a time); ours into added memory, fio's by the faster of its
+asynchronous engines. They take turns. CPU is that of our process, and for fio its own and the system's on its behalf;
+what a kernel thread does for either is in neither.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def _conditions() -> dict[str, object]:
 
 async def _measure(rig: _Rig) -> list[Figure]:
     figures = []
-    async with contextlib.aclosing(await NvmeRdmaBdev.open([rig.address], rig.nqn)) as bdev:
+    async with contextlib.aclosing(
+        await NvmeRdmaBdev.open([rig.address], rig.nqn, num_queues=_num_queues())
+    ) as bdev:
         region = rig.region
         await bdev.add_memory(
             DeviceMemory(region.fd, region.address, region.size), trio.current_time() + _PATIENCE_S
@@ -118,6 +121,11 @@ async def _measure(rig: _Rig) -> list[Figure]:
         for shape in SHAPES:
             figures += await _figures(rig, bdev, shape)
     return figures
+
+
+def _num_queues() -> int:
+    """One a CPU, as the kernel's initiator takes."""
+    return min(os.cpu_count() or 1, 64)
 
 
 async def _figures(rig: _Rig, bdev: Bdev, shape: _Shape) -> list[Figure]:

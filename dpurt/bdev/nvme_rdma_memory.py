@@ -118,6 +118,8 @@ class Memory:
     def port(self, guid: str, own_address: str) -> Port:
         """The device of this node GUID, with all memory registered. Raises OSError, RdmaUnavailable or RdmaLimit."""
         key = guid, own_address
+        if key in self._ports and self._ports[key].adapter.failure:
+            self._ports.pop(key).close()
         if key not in self._ports:
             port = Port(Adapter(find(_device_of(guid), own_address)))
             try:

@@ -61,9 +61,7 @@ class Adapter:
         *,
         max_completions: int = MAX_COMPLETIONS,
         max_chunk_bytes: int = 1 << 62,
-        context: Any = None,
     ) -> None:
-        """`context`: a pyverbs Context of the device that somebody else (a connection manager) has opened, and closes."""
         self.device = device
         self.max_chunk_bytes = min(max_chunk_bytes, device.limits.max_mr_bytes)
         self.stats = AdapterStats()
@@ -78,16 +76,15 @@ class Adapter:
         self._is_open = True
         self._owned: list[Any] = []  # in order of making
         try:
-            self._open(context)
+            self._open()
         except verbs().PyverbsError as error:
             self._close_owned()
             raise RdmaUnavailable(device.name, f"cannot be opened: {error}") from error
 
-    def _open(self, context: Any) -> None:
+    def _open(self) -> None:
         v = verbs()
-        if context is None:
-            context = v.Context(name=self.device.name)
-            self._owned.append(context)
+        context = v.Context(name=self.device.name)
+        self._owned.append(context)
         self.pd = v.PD(context)
         self._owned.append(self.pd)
         self._channel, self._event_fd = _open_channel(context)
@@ -167,42 +164,35 @@ class Adapter:
         v = verbs()
         if self.failure:
             raise RdmaLimit(self.device.name, self.failure, "see the kernel's log; a restart opens it again")
-        initial = self.initial_attributes(send_depth, receive_depth)
+        self._check_depth(send_depth, receive_depth)
+        cap = v.QPCap(
+            max_send_wr=send_depth, max_recv_wr=max(1, receive_depth), max_send_sge=1, max_recv_sge=1
+        )
+        initial = v.QPInitAttr(qp_type=v.enums.IBV_QPT_RC, scq=self.cq, rcq=self.cq, cap=cap, sq_sig_all=0)
         try:
             handle = v.QP(self.pd, initial)
         except v.PyverbsError as error:
             raise refused(self.device, "a queue pair", error) from error
-        return self.adopt(handle, send_depth=send_depth, receive_depth=receive_depth, access=access)
+        made = QueuePair(self, handle, next(self._serials), send_depth, receive_depth, access)
+        self._promised += made.depth
+        self._queue_pairs[made.number] = made
+        self.stats.queue_pairs += 1
+        return made
 
-    def initial_attributes(self, send_depth: int, receive_depth: int, *, max_sge: int = 1) -> Any:
-        """pyverbs' attributes for making a queue pair on this adapter; signalling is left to each request."""
-        v, limits = verbs(), self.device.limits
+    def _check_depth(self, send_depth: int, receive_depth: int) -> None:
+        limits = self.device.limits
         if max(send_depth, receive_depth) > limits.max_qp_wr:
             raise RdmaLimit(
                 self.device.name,
                 f"a queue of {max(send_depth, receive_depth)} requests; the device allows {limits.max_qp_wr}",
                 "ask for a smaller depth",
             )
-        cap = v.QPCap(
-            max_send_wr=send_depth, max_recv_wr=max(1, receive_depth), max_send_sge=max_sge, max_recv_sge=1
-        )
-        return v.QPInitAttr(qp_type=v.enums.IBV_QPT_RC, scq=self.cq, rcq=self.cq, cap=cap, sq_sig_all=0)
-
-    def adopt(self, handle: Any, *, send_depth: int, receive_depth: int, access: Access) -> QueuePair:
-        """Take charge of a pyverbs queue pair made with `initial_attributes`. Raises RdmaLimit."""
-        depth = send_depth + receive_depth
-        if self._promised + depth > self._max_completions:
-            handle.close()
+        if self._promised + send_depth + receive_depth > self._max_completions:
             raise RdmaLimit(
                 self.device.name,
                 f"the completion queue has {self._max_completions} entries, {self._promised} are promised",
                 "connect fewer hosts, or make queues less deep",
             )
-        made = QueuePair(self, handle, next(self._serials), send_depth, receive_depth, access)
-        self._promised += depth
-        self._queue_pairs[made.number] = made
-        self.stats.queue_pairs += 1
-        return made
 
     def discard(self, queue_pair: QueuePair) -> None:
         """The queue pair is about to be destroyed; only it calls this."""

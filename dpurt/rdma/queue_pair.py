@@ -141,7 +141,7 @@ class _Run:
 
 
 class QueuePair:
-    """Made by `Adapter.queue_pair`, or around a queue pair somebody else connected (`handle`, and `mark_connected`)."""
+    """Made by `Adapter.queue_pair`; then `prepare`, and `connect` or what a connection manager does (`dpurt.rdma.cm`)."""
 
     def __init__(
         self, adapter: Adapter, handle: Any, serial: int, send_depth: int, receive_depth: int, access: Access
@@ -200,11 +200,6 @@ class QueuePair:
         self._guard(lambda: self._handle.modify(attributes, mask))
         self._core.advance(state)
 
-    def mark_connected(self) -> None:
-        """Somebody else (a connection manager) has brought the handle to RTS."""
-        for state in (QpState.INIT, QpState.RTR, QpState.RTS):
-            self._core.advance(state)
-
     def _connection(self, peer: QueuePairAddress) -> Any:
         v, device = verbs(), self._adapter.device
         route = v.GlobalRoute(dgid=v.GID(peer.gid), hop_limit=64, sgid_index=device.gid_index)
@@ -259,6 +254,7 @@ class QueuePair:
             chain = works[at : at + room]
             run.flying += 1
             self.post_send(chain, run.ended)
+            self._adapter.expect()
             at += len(chain)
 
     def post_send(self, chain: Sequence[Work | Bind], on_ended: Callable[[str], None]) -> None:
@@ -269,7 +265,6 @@ class QueuePair:
             for wr_id, work in zip(reversed(ids), reversed(chain), strict=True):
                 requests.prepend(work, wr_id | self._serial, is_signalled=wr_id == ids[-1])
             self._handle.post_send(requests.first)
-            self._adapter.expect()
         except verbs().PyverbsError as error:
             self.give_up(f"posting: {error}")
         finally:
