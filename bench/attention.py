@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dpurt.replay.device import DEVICES
-
 from dpurt.bench.result import BenchResult, Figure
 from dpurt.core.attention_pool import PoolBudget
+from dpurt.core.device_profiles import DEVICES
 from dpurt.replay.attention import (
     POLICIES,
     AttentionPolicy,
