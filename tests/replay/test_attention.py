@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dpurt.replay.device import DEVICES
 
+from dpurt.core.device_profiles import DEVICES
 from dpurt.errors import ConfigError
 from dpurt.replay.attention import (
     POLICIES,
@@ -214,7 +214,7 @@ class TestTime:
         assert late[1] < 0.2 * late[0]
 
     def test_without_latency_and_at_endless_bandwidth_it_is_the_strict_replay(self, trace):
-        ideal = replace(self.SLOW, latency_s=1e-9, bandwidth_bytes_per_s=1e15)
+        ideal = replace(self.SLOW, read_latency_s=1e-9, read_bytes_per_s=1e15)
         paced = replay_attention(
             trace,
             POLICIES["dpurt"],
@@ -224,7 +224,7 @@ class TestTime:
         assert (paced.hits, paced.issued, paced.late) == (strict.hits, strict.issued, 0)
 
     def test_demand_goes_before_prefetches_that_have_not_started(self):
-        device = replace(self.SLOW, latency_s=0.0, bandwidth_bytes_per_s=100.0)
+        device = replace(self.SLOW, read_latency_s=0.0, read_bytes_per_s=100.0)
         pipe = ReadPipe(self.pace(block_bytes=100, hint_to_read_s=0.0, device=device), seed=0)
         pipe.prefetch([1, 2, 3], 0.0)
         assert pipe.demand([9], 0.5) == pytest.approx(2.0)  # behind the first prefetch only
