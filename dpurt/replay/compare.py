@@ -153,7 +153,10 @@ def _lines(pair: Pair) -> Iterator[str]:
         yield f"{pair.policy}: only in {'b' if pair.a is None else 'a'}"
         return
     moved = [row for row in differences(pair) if row[3] != 0 and (row[1], row[2]) != (None, None)]
-    yield f"{pair.policy}: {'equal' if not moved else f'{len(moved)} figures differ'}"
+    if not moved:
+        yield f"{pair.policy}: equal"
+    else:
+        yield f"{pair.policy + f': {len(moved)} figures differ':<30} {'a':>12} {'b':>12} {'b - a':>12}"
     yield from (
         f"  {name:<28} {_shown(a):>12} {_shown(b):>12} {_shown(d, '+'):>12}" for name, a, b, d in moved
     )
