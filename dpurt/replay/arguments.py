@@ -153,7 +153,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         help="number blocks by their whole prefix (default: ragpulse yes, qwen-bailian no, others are)",
     )
     group.add_argument("--block-tokens", type=tokens, metavar="N", help="group blocks into larger ones")
-    group.add_argument("--arrivals", type=Path, metavar="FILE", help="an Azure trace, as the load shape")
+    group.add_argument("--arrivals", metavar="FILE", help="an Azure trace, as the load shape")
 
 
 def reading_of(args: argparse.Namespace) -> Reading:

@@ -30,7 +30,7 @@ __all__ = ["add_arguments", "run"]
 def run(args: argparse.Namespace) -> int:
     """Replay and report. ConfigError for a bad trace, policy, device or place to write."""
     for target in (args.json, args.html):
-        if target not in (None, "-"):
+        if target is not None and target != "-":
             check_writable(Path(target))
     policies = policies_named(args.policy)
     reading = reading_of(args)

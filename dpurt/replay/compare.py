@@ -1,9 +1,9 @@
 """Two reports of `dpurt replay` side by side: what changed, and whether it is one thing.
 
 Runs are paired by policy and by the conditions that a sweep varies. Two runs that differ in other conditions are
-compared all the same, and the conditions are named: a comparison that changes more than one thing proves little. A
-difference in the hit rate is *within the spread* when each rate lies in the other's 95 % interval (see
-`dpurt.replay.slices`): another hour of traffic might have turned it round. On the same trace it is real all the same.
+compared all the same, and the conditions are named: a comparison that changes more than one thing proves little. The
+difference of the hit rates comes with a 95 % interval from the runs' time slices, pair by pair, where both saw the same
+requests; one that holds 0 says the slices do not agree on which is better.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from dpurt.errors import ConfigError
 from dpurt.replay.report import Result
+from dpurt.replay.slices import difference_interval
 
 __all__ = ["COMPARED", "Pair", "as_json", "as_text", "pairs", "read_report"]
 
@@ -72,18 +73,11 @@ class Pair:
         return {n: (left.get(n), right.get(n)) for n in names if left.get(n) != right.get(n)}
 
     @property
-    def is_within_spread(self) -> bool | None:
-        """See the module's docstring. None without two runs or intervals."""
+    def difference_interval(self) -> list[float] | None:
+        """Of the hit rates, b - a; see the module's docstring. None without two runs of the same requests."""
         if self.a is None or self.b is None:
             return None
-        ends = (self.a.confidence.get("hit_rate_blocks"), self.b.confidence.get("hit_rate_blocks"))
-        rates = (self.b.hit_rate["blocks"], self.a.hit_rate["blocks"])
-        inside = [_contains(interval, rate) for interval, rate in zip(ends, rates, strict=True)]
-        return None if None in inside else all(inside)
-
-
-def _contains(interval: list[float] | int | None, rate: float) -> bool | None:
-    return interval[0] <= rate <= interval[1] if isinstance(interval, list) else None
+        return difference_interval(self.b.hits_by_slice, self.a.hits_by_slice)
 
 
 def values(result: Result) -> Values:
@@ -133,7 +127,7 @@ def as_json(found: Sequence[Pair]) -> list[dict[str, object]]:
             "policy": pair.policy,
             "in": [name for name, side in (("a", pair.a), ("b", pair.b)) if side is not None],
             "conditions_changed": {name: list(two) for name, two in pair.changed.items()},
-            "hit_rate_within_spread": pair.is_within_spread,
+            "hit_rate_difference_95": pair.difference_interval,
             "figures": {name: {"a": a, "b": b, "difference": d} for name, a, b, d in differences(pair)},
         }
         for pair in found
@@ -159,13 +153,16 @@ def _lines(pair: Pair) -> Iterator[str]:
         yield f"{pair.policy}: only in {'b' if pair.a is None else 'a'}"
         return
     moved = [row for row in differences(pair) if row[3] != 0 and (row[1], row[2]) != (None, None)]
-    spread = {True: "; hit rates within the spread", False: "", None: ""}[
-        pair.is_within_spread if moved else None
-    ]
-    yield f"{pair.policy}: {'equal' if not moved else f'{len(moved)} figures differ'}{spread}"
+    if not moved:
+        yield f"{pair.policy}: equal"
+    else:
+        yield f"{pair.policy + f': {len(moved)} figures differ':<30} {'a':>12} {'b':>12} {'b - a':>12}"
     yield from (
         f"  {name:<28} {_shown(a):>12} {_shown(b):>12} {_shown(d, '+'):>12}" for name, a, b, d in moved
     )
+    if moved and pair.difference_interval is not None:
+        low, high = pair.difference_interval
+        yield f"  hit_rate.blocks differs by {low:+.4f} to {high:+.4f} (95 %, by time slices)"
     yield from (f"  changed: {name}: {a} -> {b}" for name, (a, b) in pair.changed.items())
 
 

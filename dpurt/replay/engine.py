@@ -506,6 +506,7 @@ class _Run:
             at_match=counts.at_match / max(1, counts.reusable_at_match),
             leading_at_match=counts.leading_at_match / references,
             confidence=self.slices.confidence(),
+            hits_by_slice=self.slices.hits(),
             reusable=1 - counts.blocks["recomputed"] / references,
             sources=dict(counts.blocks),
             untimed_prefix_hit_rate=self._untimed(self.policy.eviction),

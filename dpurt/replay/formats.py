@@ -36,12 +36,13 @@ _CHAINED = {"mooncake", "weka"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How to read a trace. `rechain` None: as the format needs it for a prefix cache. `block_tokens` None: the
-    format's own. `arrivals`: a file whose arrivals are the load shape. `seed` is for what a format leaves open."""
+    format's own. `arrivals`: path of a file whose arrivals are the load shape; text, as readings pass between
+    processes. `seed` is for what a format leaves open."""
 
     limit: int | None = None
     rechain: bool | None = None
     block_tokens: int | None = None
-    arrivals: Path | None = None
+    arrivals: str | None = None
     seed: int = 0
 
 
@@ -79,7 +80,7 @@ def read_trace(path: Path, how: Reading = Reading()) -> Trace:
     name = recognise(path)
     if name == "azure":
         raise ConfigError(str(path), "holds arrivals only; give it as the load shape of another trace")
-    shape = None if how.arrivals is None else read_arrivals(how.arrivals)
+    shape = None if how.arrivals is None else read_arrivals(Path(how.arrivals))
     trace = _weka(path, how, shape) if name == "weka" else _requests(path, name, how, shape)
     if not trace.requests:
         raise ConfigError(str(path), "expected at least one request")
@@ -90,7 +91,7 @@ def _weka(path: Path, how: Reading, shape: Shape | None) -> Trace:
     starts = weka.poisson_starts(how.seed) if shape is None else repeated(shape)
     block_tokens = how.block_tokens or weka.BLOCK_TOKENS
     requests = weka.read_weka(path, starts, block_tokens)
-    when = how.arrivals.name if how.arrivals else f"Poisson, one in {weka.SESSION_GAP_S:g} s"
+    when = Path(how.arrivals).name if how.arrivals else f"Poisson, one in {weka.SESSION_GAP_S:g} s"
     return Trace(
         file=path.name,
         format="weka",
@@ -122,7 +123,7 @@ def _requests(path: Path, name: str, how: Reading, shape: Shape | None) -> Trace
         block_tokens=how.block_tokens or own_tokens,
         is_chained=is_chained,
         requests=requests,
-        model=(f"arrivals: {how.arrivals.name}",) if how.arrivals else (),
+        model=(f"arrivals: {Path(how.arrivals).name}",) if how.arrivals else (),
     )
 
 

@@ -39,7 +39,7 @@ DEFINITIONS = (
      "decode step"),
     ("lead, wait", "how long timely prefetches lay ready before their use; how long hosts waited for late ones"),
     ("95 %", "interval of the hit rate from 20 time slices: how much another hour of such traffic might differ. It does "
-     "not say whether two policies differ on this trace; they see the same requests"),
+     "not say whether two policies differ on this trace: they see the same requests"),
 )  # fmt: skip
 
 _STYLE = """

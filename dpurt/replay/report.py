@@ -10,7 +10,7 @@ of every rate here.
 - `at_match`: of the reusable leading run of a request (blocks stored when it arrived, up to the first that was
   not), the share in staging at its arrival, over all requests; any present block of the run counts, as the device
   supplies the rest. `leading_at_match`: leading run in staging at arrival, over *all* references.
-- `confidence`: 95 % intervals from time slices, see `dpurt.replay.slices`.
+- `confidence`: 95 % intervals from time slices, see `dpurt.replay.slices`; `hits_by_slice`: (hits, references) of each.
 - `untimed_prefix_hit_rate`, `untimed_ideal_hit_rate`: for demand-only policies, the statistic others publish for the same
   eviction and size, and its ceiling; see `dpurt.replay.hits`.
 - timely, late, early, useless, accuracy, coverage: see `dpurt.core.ledger`.
@@ -43,6 +43,7 @@ class Result:
     at_match: float
     leading_at_match: float
     confidence: Mapping[str, list[float] | int | None]
+    hits_by_slice: Sequence[tuple[int, int]]
     reusable: float
     sources: Mapping[str, int]
     untimed_prefix_hit_rate: float | None

@@ -3,7 +3,8 @@
 The counted part of the trace (after the warm-up) is cut into `SLICES` equal times. A rate over all is the ratio
 of two sums; its variance is that of a ratio estimated from slices, as if these were drawn independently. They are
 not quite (a conversation crosses their borders), so take the intervals as lower bounds on the uncertainty of another
-hour like this one. They do not say whether two policies on the *same* trace differ: those see the same requests.
+hour like this one. They do not say whether two policies on the *same* trace differ, since those see the same requests:
+for that the slices are kept, and `difference_interval` takes the two runs' slices pair by pair.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["SLICES", "TimeSlice", "TimeSlices", "ratio_interval"]
+__all__ = ["SLICES", "TimeSlice", "TimeSlices", "difference_interval", "ratio_interval"]
 
 SLICES = 20
 _T95 = {  # Student's t, two-sided 95 %, by degrees of freedom
@@ -50,6 +51,10 @@ class TimeSlices:
         at = (self._arrivals[number] - self._began) / self._span
         return self.slices[min(SLICES - 1, int(at * SLICES))]
 
+    def hits(self) -> list[tuple[int, int]]:
+        """(hits, references) of each slice, empty ones too."""
+        return [(s.hits, s.references) for s in self.slices]
+
     def confidence(self) -> dict[str, list[float] | int | None]:
         """95 % intervals of two rates, None with fewer than two slices in use."""
         used = [s for s in self.slices if s.references]
@@ -61,12 +66,29 @@ class TimeSlices:
 
 
 def ratio_interval(parts: Sequence[tuple[int, int]]) -> list[float] | None:
-    """Low and high end of a 95 % interval of sum(a) / sum(b) over independent parts (a, b), b > 0."""
+    """Low and high end of a 95 % interval of sum(a) / sum(b) over independent parts (a, b), 0 <= a <= b, b > 0."""
+    found = _spread(parts)
+    return None if found is None else [max(0.0, found[0] - found[1]), min(1.0, found[0] + found[1])]
+
+
+def difference_interval(
+    ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]
+) -> list[float] | None:
+    """The same of the difference of two runs' rates (ours - theirs), from their slices' (hits, references). None if
+    they did not see the same requests, or in fewer than two slices."""
+    if [b for _, b in ours] != [b for _, b in theirs]:
+        return None
+    parts = [(a - c, b) for (a, b), (c, _) in zip(ours, theirs, strict=True) if b]
+    found = _spread(parts)
+    return None if found is None else [found[0] - found[1], found[0] + found[1]]
+
+
+def _spread(parts: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
+    """The ratio, and half the width of its interval; None with fewer than two parts."""
     if len(parts) < 2:
         return None
     total = sum(b for _, b in parts)
     rate = sum(a for a, _ in parts) / total
     n = len(parts)
     square = sum((a - rate * b) ** 2 for a, b in parts) * n / (n - 1)
-    half = _T95[min(n - 1, max(_T95))] * math.sqrt(square) / total
-    return [max(0.0, rate - half), min(1.0, rate + half)]
+    return rate, _T95[min(n - 1, max(_T95))] * math.sqrt(square) / total

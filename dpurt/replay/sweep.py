@@ -48,9 +48,8 @@ class Journal:
 
     def __init__(self, path: Path, trace_file: Path, reading: Reading) -> None:
         self._path = path
-        self._basis = _digest(
-            *(p.read_bytes() for p in (trace_file, *_sources())), msgspec.json.encode(reading)
-        )
+        files = [trace_file, *([Path(reading.arrivals)] if reading.arrivals else []), *_sources()]
+        self._basis = _digest(*(file.read_bytes() for file in files), msgspec.json.encode(reading))
         self._lock = threading.Lock()
         try:
             self._known, whole_bytes = self._load()

@@ -23,7 +23,8 @@ def test_a_report_equals_itself(tmp_path, capsys):
     a = report(tmp_path / "a", "--policy", "lru,dpurt")
     rows = compared(capsys, a, a)
     assert [row["policy"] for row in rows] == ["lru", "dpurt"]
-    assert all(row["conditions_changed"] == {} and row["hit_rate_within_spread"] for row in rows)
+    assert all(row["conditions_changed"] == {} for row in rows)
+    assert all(row["hit_rate_difference_95"] == [0, 0] for row in rows)
     assert {figure["difference"] for row in rows for figure in row["figures"].values()} <= {0, None}
     assert main(["compare", a, a]) == 0
     assert capsys.readouterr().out == "lru: equal\ndpurt: equal\n"
@@ -36,8 +37,19 @@ def test_what_changed_is_named_with_its_effect(tmp_path, capsys):
     assert row["conditions_changed"].keys() == {"staging_share", "capacity_blocks"}
     figure = row["figures"]["hit_rate.blocks"]
     assert figure["difference"] == figure["b"] - figure["a"] > 0
+    low, high = row["hit_rate_difference_95"]
+    assert low < figure["difference"] < high
     assert main(["compare", a, b]) == 0
-    assert "  changed: staging_share: 0.01 -> 0.3" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "  changed: staging_share: 0.01 -> 0.3" in text
+    assert "hit_rate.blocks differs by " in text
+
+
+def test_runs_of_other_requests_have_no_common_interval(tmp_path, capsys):
+    a = report(tmp_path / "a", "--policy", "lru")
+    b = report(tmp_path / "b", "--policy", "lru", "--warmup", "0.5")
+    (row,) = compared(capsys, a, b)
+    assert row["hit_rate_difference_95"] is None
 
 
 def test_points_of_a_sweep_are_paired_whatever_their_order(tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
@@ -233,7 +232,7 @@ def test_a_load_shape_moves_requests_and_is_repeated_when_too_short(tmp_path):
     trace = write(tmp_path, *(MOONCAKE | {"timestamp": 1000 * i} for i in range(5)))
     shape = tmp_path / "shape.csv"
     shape.write_text(AZURE.replace("05.5", "05.97996"))
-    read = read_trace(trace, Reading(arrivals=shape))
+    read = read_trace(trace, Reading(arrivals=str(shape)))
     assert [round(r.timestamp_s, 6) for r in read.requests] == [0, 2, 4, 6, 8]
     assert read.model == ("arrivals: shape.csv",)
 
@@ -242,5 +241,5 @@ def test_a_load_shape_of_sessions_places_their_starts(tmp_path):
     sessions = write(tmp_path, WEKA, WEKA | {"id": "b"}, name="sessions")
     shape = tmp_path / "shape.csv"
     shape.write_text(AZURE)
-    read = read_trace(sessions, Reading(arrivals=Path(shape)))
+    read = read_trace(sessions, Reading(arrivals=str(shape)))
     assert [r.timestamp_s for r in read.requests] == [0.0, pytest.approx(1.52004)]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dpurt.replay.slices import SLICES, TimeSlices, ratio_interval
+from dpurt.replay.slices import SLICES, TimeSlices, difference_interval, ratio_interval
 
 
 def test_requests_fall_into_slices_by_time_after_the_warm_up():
@@ -44,3 +44,14 @@ def test_intervals_cover_the_true_rate_about_as_often_as_they_say():
         low, high = ratio_interval(parts)
         covered += low <= 0.3 <= high
     assert covered / 400 == pytest.approx(0.95, abs=0.03)
+
+
+def test_pairs_of_slices_tell_a_small_steady_difference_that_each_rate_hides():
+    theirs = [(10 * n, 100) for n in range(1, 9)]
+    ours = [(hits + 3, references) for hits, references in theirs]
+    assert difference_interval(ours, theirs) == [pytest.approx(0.03), pytest.approx(0.03)]
+    low, high = ratio_interval(theirs)
+    assert high - low > 0.3
+    assert difference_interval(theirs, ours)[1] < 0
+    assert difference_interval(ours, theirs[:-1]) is None
+    assert difference_interval(ours[:1], theirs[:1]) is None

@@ -1,5 +1,6 @@
 """Sweeps: the same figures whoever computes them, and no finished run computed twice."""
 
+import gzip
 import io
 import json
 from dataclasses import replace
@@ -14,7 +15,7 @@ from dpurt.replay.formats import Reading, read_trace
 from dpurt.replay.sweep import Journal, sweep
 from dpurt.replay.worker import Run, work
 
-from .conftest import SLICE
+from .conftest import SLICE, TRACES
 
 FIRST = Reading(limit=60)
 RUNS = [Run(policy, Scenario(staging_share=s)) for s in (0.02, 0.2) for policy in ("lru", "dpurt", "oracle")]
@@ -36,6 +37,21 @@ def test_processes_and_order_change_no_figure(trace):
     assert [result.policy for result in there] == ["lru", "dpurt", "oracle"] * 2
     rows = [msgspec.json.encode(timeless(results)) for results in (here, there)]
     assert rows[0] == rows[1]
+
+
+def test_processes_and_journal_take_every_kind_of_reading(tmp_path):
+    shape = tmp_path / "shape.csv"
+    shape.write_bytes(gzip.decompress((TRACES / "azure2023_code_500.csv.gz").read_bytes()))
+    reading = Reading(limit=20, rechain=True, block_tokens=1024, arrivals=str(shape), seed=3)
+    moved = read_trace(SLICE, reading)
+    with Journal(tmp_path / "journal", SLICE, reading) as journal:
+        there = sweep(moved, SLICE, reading, RUNS[:2], 2, journal)
+    assert timeless(there) == timeless(sweep(moved, SLICE, reading, RUNS[:2], 1))
+    with Journal(tmp_path / "journal", SLICE, reading) as journal:
+        assert journal.get(RUNS[0]) == there[0]
+    shape.write_text("".join(shape.read_text().splitlines(keepends=True)[:-1]))
+    with Journal(tmp_path / "journal", SLICE, reading) as journal:
+        assert journal.get(RUNS[0]) is None
 
 
 def test_a_wrong_trace_in_a_process_is_the_sweeps_error(trace, tmp_path):
