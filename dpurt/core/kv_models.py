@@ -160,6 +160,7 @@ _V4_PRO = Hybrid(
     window_tokens=128,
 )
 _CONFIG = "config: the model's published configuration; weights counted at one byte a parameter"
+_RECALLED = "recalled, not looked up: check against the model's own config"
 
 KV_MODELS = {
     model.name: model
@@ -223,14 +224,18 @@ KV_MODELS = {
             weights_bytes=744e9,
             source=_CONFIG + "; without its indexer's keys",
         ),
-        KvModel(name="glm-4.5", attention=GroupedQuery(92, 8, 128), weights_bytes=355e9, source=_CONFIG),
-        KvModel(name="glm-4.5-air", attention=GroupedQuery(46, 8, 128), weights_bytes=106e9, source=_CONFIG),
-        KvModel(name="qwen3-8b", attention=GroupedQuery(36, 8, 128), weights_bytes=8.2e9, source=_CONFIG),
-        KvModel(name="qwen3-32b", attention=GroupedQuery(64, 8, 128), weights_bytes=32.8e9, source=_CONFIG),
+        KvModel(name="glm-4.5", attention=GroupedQuery(92, 8, 128), weights_bytes=355e9, source=_RECALLED),
+        KvModel(
+            name="glm-4.5-air", attention=GroupedQuery(46, 8, 128), weights_bytes=106e9, source=_RECALLED
+        ),
+        KvModel(name="qwen3-8b", attention=GroupedQuery(36, 8, 128), weights_bytes=8.2e9, source=_RECALLED),
+        KvModel(name="qwen3-32b", attention=GroupedQuery(64, 8, 128), weights_bytes=32.8e9, source=_RECALLED),
         KvModel(
             name="qwen3-235b-a22b", attention=GroupedQuery(94, 4, 128), weights_bytes=235e9, source=_CONFIG
         ),
-        KvModel(name="qwen2.5-72b", attention=GroupedQuery(80, 8, 128), weights_bytes=72.7e9, source=_CONFIG),
+        KvModel(
+            name="qwen2.5-72b", attention=GroupedQuery(80, 8, 128), weights_bytes=72.7e9, source=_RECALLED
+        ),
         KvModel(
             name="smollm2-135m",
             attention=GroupedQuery(30, 3, 64),
