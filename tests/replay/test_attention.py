@@ -254,7 +254,7 @@ class TestRun:
             assert set(row["hit_rate"]) == {"blocks", "tokens", "bytes", "mass"}
             assert "SmolLM2-135M" in row["conditions"]["model"]
             assert row["conditions"]["context_tokens"] == [2660, 2669]
-            json.dumps(row)
+            json.dumps(row, allow_nan=False)
         assert [rows[i]["closed_percent"] for i in (0, 1)] == [0, 100]
         assert 0 < rows[2]["closed_percent"] < 100
 
