@@ -46,7 +46,7 @@ SAVED_TURNS = 120
 
 def _same_each_turn(budget: float) -> PoolBudget:
     """The baselines': so many fetches a turn, unspent ones are lost."""
-    return PoolBudget(mean=budget, burst=int(budget), saved=budget)
+    return PoolBudget(mean=budget, burst=math.ceil(budget), saved=math.ceil(budget))
 
 
 def _pooled_budget(budget: float) -> PoolBudget:
