@@ -23,6 +23,7 @@ the strict ones under `strict`; a paced replay (with latencies) is strict only.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ SAVED_TURNS = 120
 
 def _same_each_turn(budget: float) -> PoolBudget:
     """The baselines': so many fetches a turn, unspent ones are lost."""
-    return PoolBudget(mean=budget, burst=int(budget), saved=budget)
+    return PoolBudget(mean=budget, burst=math.ceil(budget), saved=math.ceil(budget))
 
 
 def _pooled_budget(budget: float) -> PoolBudget:
@@ -414,7 +415,17 @@ def _as_json(
         "hit_rate_by_layer": [round(hits / (trace.steps * trace.top), 6) for hits in tally.layer_hits],
         "wall_s": one.wall_s,
         "refs_per_s": trace.turns * trace.layers * trace.top / one.wall_s,
-        "conditions": _conditions(trace, scenario),
+        "conditions": _conditions(trace, scenario) | {"purse": _purse(one.policy.budget(scenario.budget))},
+    }
+
+
+def _purse(budget: PoolBudget) -> dict[str, float | None]:
+    return {
+        "mean": budget.mean,
+        "burst": budget.burst,
+        "saved": budget.saved,
+        "threshold": budget.threshold,
+        "margin": None if math.isinf(budget.margin) else budget.margin,
     }
 
 

@@ -156,6 +156,14 @@ def test_ours_spends_its_budget_on_average_and_not_more(trace):
     assert tally.issued <= 2 * trace.steps * trace.layers
 
 
+@pytest.mark.parametrize("name", ["hint", "dpurt"])
+@pytest.mark.parametrize("budget", [0, 0.5])
+def test_a_budget_under_one_is_kept_too(trace, name, budget):
+    tally = replay_attention(trace, POLICIES[name], AttentionScenario(capacity=0.1, budget=budget))
+    turns = trace.steps * trace.layers
+    assert 0.4 * budget * turns <= tally.issued <= budget * turns
+
+
 def test_without_hints_nothing_of_them_is_used(trace):
     scenario = AttentionScenario(capacity=0.2)
     deaf = replace(trace, hints=None, lookaheads=())
@@ -254,7 +262,7 @@ class TestRun:
             assert set(row["hit_rate"]) == {"blocks", "tokens", "bytes", "mass"}
             assert "SmolLM2-135M" in row["conditions"]["model"]
             assert row["conditions"]["context_tokens"] == [2660, 2669]
-            json.dumps(row)
+            json.dumps(row, allow_nan=False)
         assert [rows[i]["closed_percent"] for i in (0, 1)] == [0, 100]
         assert 0 < rows[2]["closed_percent"] < 100
 
