@@ -81,8 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policy",
-        default=",".join(POLICIES),
-        help=f"comma-separated, of: {', '.join(POLICIES)} (default: all)",
+        help=f"comma-separated, of: {', '.join(POLICIES)} (default: all); attention traces have their own",
     )
     _add_scenario(parser)
     _add_reading(parser)
@@ -112,7 +111,12 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="bytes a second such as 14G, instead of the device's",
     )
-    _sweepable(group, "--lookahead", positive, base.lookahead_blocks, "L", "blocks a predictor looks ahead")
+    group.add_argument(
+        "--lookahead",
+        type=_list_of(positive),
+        metavar="L",
+        help=f"blocks a predictor looks ahead (default: {base.lookahead_blocks}); layers on an attention trace (1)",
+    )
     _sweepable(group, "--budget", positive, base.prefetch_queue_depth, "N", "prefetches in flight at once")
     _sweepable(group, "--seed", int, base.seed, "S", "of the device's jitter")
     group.add_argument(
@@ -176,6 +180,7 @@ def scenarios_of(args: argparse.Namespace, trace: Trace) -> list[Scenario]:
         block_bytes=round(per_token * trace.block_tokens),
         warmup_share=args.warmup,
     )
+    lookaheads = args.lookahead or [base.lookahead_blocks]
     return [
         replace(
             base,
@@ -186,7 +191,7 @@ def scenarios_of(args: argparse.Namespace, trace: Trace) -> list[Scenario]:
             seed=seed,
         )
         for device in _devices(args.device, args.bandwidth)
-        for staging, lookahead, budget, seed in product(args.staging, args.lookahead, args.budget, args.seed)
+        for staging, lookahead, budget, seed in product(args.staging, lookaheads, args.budget, args.seed)
     ]
 
 

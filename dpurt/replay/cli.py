@@ -1,4 +1,5 @@
-"""`dpurt replay FILE`: compare prefetch policies on a request trace, in one scenario or a sweep of them.
+"""`dpurt replay FILE`: compare prefetch policies on a request trace, in one scenario or a sweep of them. (On an attention
+trace: `attention_cli`.)
 
 JSON is a list with one object per policy and scenario, scenarios in the order of the arguments and within each the
 policies in theirs; `conditions` tells them apart. Equal arguments give equal bytes but for `wall_s` and `refs_per_s`.
@@ -14,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dpurt.json_output import check_writable, write_json
+from dpurt.replay import attention_cli
 from dpurt.replay.arguments import add_arguments, reading_of, scenarios_of
+from dpurt.replay.attention_cli import is_attention
 from dpurt.replay.engine import Scenario
 from dpurt.replay.formats import read_trace
 from dpurt.replay.page import as_page
-from dpurt.replay.policies import policies_named
+from dpurt.replay.policies import POLICIES, policies_named
 from dpurt.replay.report import Result, as_table, with_regret
 from dpurt.replay.sweep import WORTH_A_PROCESS, Journal, sweep
 from dpurt.replay.trace import Trace
@@ -32,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     for target in (args.json, args.html):
         if target is not None and target != "-":
             check_writable(Path(target))
-    policies = policies_named(args.policy)
+    if is_attention(args.file):
+        return attention_cli.run(args)
+    policies = policies_named(args.policy or ",".join(POLICIES))
     reading = reading_of(args)
     trace = read_trace(args.file, reading)
     scenarios = scenarios_of(args, trace)

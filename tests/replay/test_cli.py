@@ -55,8 +55,9 @@ def test_arguments_make_the_scenario():
     assert (scenario.block_tokens, scenario.block_bytes) == (512, 512 * 160 * 1024)
 
 
-def test_default_is_every_policy():
-    assert parse().policy.split(",") == list(POLICIES)
+def test_default_is_every_policy(capsys):
+    assert main(["replay", str(SLICE), "--limit", "20", "--json", "-"]) == 0
+    assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == list(POLICIES)
 
 
 @pytest.mark.parametrize(
