@@ -173,17 +173,14 @@ class RdmaConnection:
         piece = one_piece([(address_of(buffer), len(buffer)) for buffer in buffers])
         if piece is not None and (chunk := self._layout.find(*piece)) is not None:
             return *piece, self._port.key_of(chunk)
-        slot = self._take_slot(command)
+        assert command.length <= self._bounce.slot_bytes, "commands are cut to what fits"
+        slot = self._bounce.take()
         if slot is None:
             return None
         self._bounced[command_id] = slot
         if command.data_out:
             self._bounce.fill(slot, buffers)
         return self._bounce.address(slot), command.length, self._bounce.rkey
-
-    def _take_slot(self, command: Command) -> int | None:
-        assert command.length <= self._bounce.slot_bytes, "commands are cut to what fits"
-        return self._bounce.take()
 
     # --- receiving ---
 
@@ -210,11 +207,12 @@ class RdmaConnection:
             if command.data_in and cqe.status.is_good:
                 self._bounce.empty(bounced, command.data_in)
             self._bounce.free(bounced)
+        if self._deferred:
             self._send_deferred()
         self._deliver(Completion(command, cqe.status, cqe.result))
 
     def _send_deferred(self) -> None:
-        while self._deferred and self._send(*self._deferred[0]):
+        while self._deferred and self._qp.send_room and self._send(*self._deferred[0]):
             self._deferred.popleft()
 
 
