@@ -27,6 +27,15 @@ SIZE = 8
 
 
 @dataclass
+class FakeRequest:
+    local: Sge
+    num_closed: int = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@dataclass
 class FakeQp:
     """A queue pair that keeps what is posted."""
 
@@ -42,8 +51,17 @@ class FakeQp:
     def post_send(self, chain: Sequence[Work], on_ended: Callable[[str], None]) -> None:
         self.sends += [work.local[0] for work in chain]
 
-    def post_receive(self, local: Sge, on_received: Callable[[Received], None]) -> None:
-        self.receives.append((local, on_received))
+    def send_request(self, local: Sge) -> FakeRequest:
+        return FakeRequest(local)
+
+    def receive_request(self, local: Sge) -> FakeRequest:
+        return FakeRequest(local)
+
+    def repeat_send(self, request: FakeRequest, on_ended: Callable[[str], None]) -> None:
+        self.sends.append(request.local)
+
+    def repeat_receive(self, request: FakeRequest, on_received: Callable[[Received], None]) -> None:
+        self.receives.append((request.local, on_received))
 
     def destroy(self) -> None:
         self.is_destroyed = True
@@ -288,6 +306,7 @@ async def test_close_hands_back_what_was_in_flight_and_waiting_and_nothing_comes
         rig.connection.submit(command)
     assert rig.connection.close() == commands
     assert rig.qp.is_destroyed
+    assert {request.num_closed for request in rig.connection._requests} == {1}, "twice would be the end of us"
     rig.answer(0)
     assert (rig.done, rig.problems, rig.connection.room) == ([], [], 0)
     assert rig.connection.close() == []
