@@ -201,7 +201,9 @@ async def test_no_file_is_made_in_the_place_of_a_missing_device() -> None:
 
 
 async def test_unknown_kind_and_parameters_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown kind 'tape'; known: file, memory, modelled, nvme-rdma, nvme-tcp"):
+    with pytest.raises(
+        ConfigError, match="unknown kind 'tape'; known: file, memory, modelled, nvme-rdma, nvme-tcp"
+    ):
         await open_bdev("tape")
     with pytest.raises(ConfigError, match="colour"):
         await open_bdev("memory", size_bytes=4096, colour="red")
