@@ -37,9 +37,10 @@ from dpurt.rdma.device import why_off
 SUMMARY = (
     "NVMe/RDMA: the bdev beside the kernel's initiator with fio (needs RDMA and a target, DPURT_NVME_RDMA)"
 )
-RUN_BYTES = 96 << 20
+RUN_BYTES = 64 << 20
 TARGET = 0.9
 _MIB = 1 << 20
+_OTHER_PAIRS = 3  # of a shape without a target
 _PATIENCE_S = 120.0
 
 
@@ -87,7 +88,7 @@ def run(quick: bool) -> BenchResult:
     address = host, int(port)
     most = max(shape.block_bytes * shape.depth for shape in SHAPES)
     with _attached(address, nqn) as disk:
-        rig = _Rig(address, nqn, MemfdRegion(1, "bench", most), disk, 3 if quick else 7)
+        rig = _Rig(address, nqn, MemfdRegion(1, "bench", most), disk, 5 if quick else 11)
         result.conditions["pairs"] = rig.pairs
         result.figures += trio.run(_measure, rig)
     return result
@@ -131,7 +132,7 @@ def _num_queues() -> int:
 async def _figures(rig: _Rig, bdev: Bdev, shape: _Shape) -> list[Figure]:
     engine = _best_engine(rig, shape)
     ours, peer = [], []
-    for i in range(rig.pairs):
+    for i in range(rig.pairs if shape.target else _OTHER_PAIRS):
         for turn in ("ours", "peer") if i % 2 == 0 else ("peer", "ours"):
             if turn == "ours":
                 ours.append(await _move_all(rig, bdev, shape, seed=i))

@@ -1,9 +1,10 @@
 """Arena to host and back over the verbs fabric, beside perftest's `ib_read_bw` and `ib_write_bw` on the same link.
 
 Node and host are two processes on this machine, as perftest's server and client are; ours and perftest take turns. A
-read is a `pull` into a landing, a write a `store` from one: asked for, granted through a memory window, moved, reported;
-*depth* is how many are under way at a time, as perftest's ``--tx-depth`` is. perftest does only the moving, and polls.
-Both have the same path MTU, the same acknowledge timer (Soft-RoCE needs a long one) and move the same bytes.
+read is a `pull` into a landing, a write a `store` from one: asked for, granted through a memory window, moved, reported.
+*single* is one call a block, *depth* of them under way at a time, as perftest's ``--tx-depth`` is; *batch* is one call
+for all blocks, beside perftest at depth 16. perftest does only the moving, and polls. Both have the same path MTU, the
+same acknowledge timer (Soft-RoCE needs a long one) and move the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -35,6 +36,7 @@ SUMMARY = "arena to host: the verbs fabric beside perftest (ib_read_bw, ib_write
 PROGRAMS = {"pull": "ib_read_bw", "store": "ib_write_bw"}
 SIZES = (64 << 10, 1 << 20, 4 << 20)
 DEPTHS = (1, 4, 16)
+BATCH_DEPTH = 16
 RUN_BYTES = 24 << 20
 REGION_BYTES = 64 << 20
 SESSION, TOKEN, SHARED, INBOUND = 1, bytes(range(32)), 1, 2
@@ -49,6 +51,7 @@ class _Shape:
     op: str
     size: int
     depth: int
+    is_batch: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -56,7 +59,9 @@ class _Shape:
 
     @property
     def title(self) -> str:
-        return f"{self.op}, {self.size >> 10} KiB, depth {self.depth}"
+        return (
+            f"{self.op} {'batch' if self.is_batch else 'single'}, {self.size >> 10} KiB, depth {self.depth}"
+        )
 
 
 def run(quick: bool) -> BenchResult:
@@ -94,14 +99,18 @@ async def _measure(address: Address, device: RdmaDevice | None, pairs: int) -> l
     endpoint = await connect("verbs", address, SESSION, TOKEN, trio.current_time() + _PATIENCE_S)
     local = endpoint.landing(REGION_BYTES).view
     figures = []
-    for op in PROGRAMS:
-        for size in SIZES:
-            for depth in DEPTHS:
-                figures.append(await _figure(endpoint, local, _Shape(op, size, depth), device, pairs))
-                print(figures[-1], file=sys.stderr, flush=True)
+    for shape in _shapes():
+        figures.append(await _figure(endpoint, local, shape, device, pairs))
     local.release()
     await endpoint.aclose()
     return figures
+
+
+def _shapes() -> Iterator[_Shape]:
+    for op in PROGRAMS:
+        for size in SIZES:
+            yield _Shape(op, size, BATCH_DEPTH, is_batch=True)
+            yield from (_Shape(op, size, depth) for depth in DEPTHS)
 
 
 async def _figure(
@@ -134,21 +143,25 @@ def _verdict(shape: _Shape, mine: list[float], theirs: list[float]) -> Figure:
 
 async def _ours(endpoint: Endpoint, local: memoryview, shape: _Shape) -> float:
     """MiB/s of one run."""
-    left = iter(range(shape.num_blocks))
+    pieces = [_piece(local, shape, number) for number in range(shape.num_blocks)]
+    calls = iter([pieces] if shape.is_batch else [[piece] for piece in pieces])
     start = time.perf_counter()
     async with trio.open_nursery() as nursery:
-        for _ in range(shape.depth):
-            nursery.start_soon(_mover, endpoint, local, shape, left)
+        for _ in range(1 if shape.is_batch else shape.depth):
+            nursery.start_soon(_mover, endpoint, shape.op, calls)
     return shape.num_blocks * shape.size / (time.perf_counter() - start) / _MIB
 
 
-async def _mover(endpoint: Endpoint, local: memoryview, shape: _Shape, left: Iterator[int]) -> None:
-    move = endpoint.pull if shape.op == "pull" else endpoint.store
+def _piece(local: memoryview, shape: _Shape, number: int) -> Piece:
     region = SHARED if shape.op == "pull" else INBOUND
-    for number in left:
-        at = number % (REGION_BYTES // shape.size) * shape.size
-        piece = Piece(region, at, 0, local[at : at + shape.size])
-        await move([piece], trio.current_time() + _PATIENCE_S)
+    at = number % (REGION_BYTES // shape.size) * shape.size
+    return Piece(region, at, 0, local[at : at + shape.size])
+
+
+async def _mover(endpoint: Endpoint, op: str, calls: Iterator[Sequence[Piece]]) -> None:
+    move = endpoint.pull if op == "pull" else endpoint.store
+    for pieces in calls:
+        await move(pieces, trio.current_time() + _PATIENCE_S)
 
 
 def _perftest(device: RdmaDevice, shape: _Shape) -> float:

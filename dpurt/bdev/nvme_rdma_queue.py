@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -94,8 +95,19 @@ class RdmaConnection:
         self._qp: QueuePair = adapter.queue_pair(
             send_depth=2 * self._size, receive_depth=self._size, access=_ACCESS
         )
-        self._closers.append(self._qp.destroy)
         self._qp.on_failed = self._failed
+        self._closers.append(self._qp.destroy)
+        self._requests: list[Any] = []
+        self._closers.insert(0, self._close_requests)  # the last
+        for slot in range(self._size):
+            self._requests.append(self._qp.receive_request(self._answer_place(slot)))
+        self._receives = tuple(self._requests)
+        self._receivers = tuple(partial(self._received, slot) for slot in range(self._size))
+        self._bare_sends: dict[int, Any] = {}  # requests for capsules without data, by command id
+
+    def _close_requests(self) -> None:
+        for request in self._requests:
+            request.close()
 
     async def connect(self) -> None:
         """Raises OSError, QueuePairError, or RemoteProtocolError with the controller's reason."""
@@ -163,9 +175,22 @@ class RdmaConnection:
             return False
         command.sqe[24:40] = pointer
         self._capsules.view[at : at + SQE_BYTES] = command.sqe
-        capsule = Sge(self._capsules.address + at, SQE_BYTES + in_capsule, self._capsules.lkey)
-        self._qp.post_send([Work(Opcode.SEND, (capsule,))], _ignore)
+        if in_capsule:
+            self._qp.post_send([Work(Opcode.SEND, (self._capsule(command_id, in_capsule),))], _ignore)
+        else:
+            self._qp.repeat_send(self._bare_send(command_id), _ignore)
         return True
+
+    def _bare_send(self, command_id: int) -> Any:
+        request = self._bare_sends.get(command_id)
+        if request is None:
+            request = self._bare_sends[command_id] = self._qp.send_request(self._capsule(command_id, 0))
+            self._requests.append(request)
+        return request
+
+    def _capsule(self, command_id: int, data_bytes: int) -> Sge:
+        at = self._capsules.address + command_id * self._capsule_bytes
+        return Sge(at, SQE_BYTES + data_bytes, self._capsules.lkey)
 
     def _place(self, command_id: int, command: Command) -> tuple[int, int, int] | None:
         """(address, length, key) of its data, in the caller's buffers or in a bounce slot; None: no slot is free."""
@@ -173,7 +198,8 @@ class RdmaConnection:
         piece = one_piece([(address_of(buffer), len(buffer)) for buffer in buffers])
         if piece is not None and (chunk := self._layout.find(*piece)) is not None:
             return *piece, self._port.key_of(chunk)
-        slot = self._take_slot(command)
+        assert command.length <= self._bounce.slot_bytes, "commands are cut to what fits"
+        slot = self._bounce.take()
         if slot is None:
             return None
         self._bounced[command_id] = slot
@@ -181,15 +207,13 @@ class RdmaConnection:
             self._bounce.fill(slot, buffers)
         return self._bounce.address(slot), command.length, self._bounce.rkey
 
-    def _take_slot(self, command: Command) -> int | None:
-        assert command.length <= self._bounce.slot_bytes, "commands are cut to what fits"
-        return self._bounce.take()
-
     # --- receiving ---
 
     def _receive(self, slot: int) -> None:
-        place = Sge(self._answers.address + slot * RESPONSE_BYTES, RESPONSE_BYTES, self._answers.lkey)
-        self._qp.post_receive(place, partial(self._received, slot))
+        self._qp.repeat_receive(self._receives[slot], self._receivers[slot])
+
+    def _answer_place(self, slot: int) -> Sge:
+        return Sge(self._answers.address + slot * RESPONSE_BYTES, RESPONSE_BYTES, self._answers.lkey)
 
     def _received(self, slot: int, received: Received) -> None:
         if not self._is_open or received.status != SUCCESS:
@@ -210,11 +234,12 @@ class RdmaConnection:
             if command.data_in and cqe.status.is_good:
                 self._bounce.empty(bounced, command.data_in)
             self._bounce.free(bounced)
+        if self._deferred:
             self._send_deferred()
         self._deliver(Completion(command, cqe.status, cqe.result))
 
     def _send_deferred(self) -> None:
-        while self._deferred and self._send(*self._deferred[0]):
+        while self._deferred and self._qp.send_room and self._send(*self._deferred[0]):
             self._deferred.popleft()
 
 

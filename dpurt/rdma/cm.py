@@ -88,6 +88,8 @@ class CmId:
             os.close(self._file)
 
     def _write(self, request: bytes) -> None:
+        if not self._is_open:  # its number may be another file's by now
+            raise trio.ClosedResourceError
         os.write(self._file, request)
 
     def _ask(self, request: bytes, answer_bytes: int) -> bytes:

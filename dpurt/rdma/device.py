@@ -24,11 +24,14 @@ __all__ = ["DeviceLimits", "RdmaDevice", "discover", "find", "memlock_bytes", "w
 _SYSFS = Path("/sys/class/infiniband")
 _GIDS = 256
 _MW_TYPE_2A, _MW_TYPE_2B = 1 << 23, 1 << 24
+_SOFT_ROCE = 0xFFFFFF  # its vendor id
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a device says it can do. `max_mr_bytes` is of one registration; `has_windows`: type-2 memory windows."""
+    """What a device says it can do. `max_mr_bytes` is of one registration; `has_windows`: type-2 memory windows;
+    `is_software`: this machine's CPUs do its work (Soft-RoCE).
+    """
 
     max_mr_bytes: int
     max_mr: int
@@ -39,6 +42,7 @@ class DeviceLimits:
     max_sge: int
     max_rd_atomic: int
     has_windows: bool
+    is_software: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +140,5 @@ def _limits(attributes: Any) -> DeviceLimits:
         max_sge=attributes.max_sge,
         max_rd_atomic=max(1, min(attributes.max_qp_rd_atom, attributes.max_qp_init_rd_atom)),
         has_windows=bool(attributes.device_cap_flags & (_MW_TYPE_2A | _MW_TYPE_2B)),
+        is_software=attributes.vendor_id == _SOFT_ROCE,
     )

@@ -3,7 +3,8 @@
 Theory of operation. `run` is the completion task. It sleeps on the completion channel's descriptor until that says something
 or a post says `expect`. Then it polls, a scheduler pass between two looks, until nothing has come for `SPIN_S`; asks for the
 next event, looks once more (a completion may have slipped in between) and sleeps again. So a busy link is polled, also by the
-others' tasks that wait for sockets, and an idle one costs nothing. `stats` says what the polling cost.
+others' tasks that wait for sockets, and an idle one costs nothing. `stats` says what the polling cost. A software device is not
+polled: it would take the CPU that moves the bytes (measured on Soft-RoCE: half the rate).
 
 pyverbs does not tell the channel's descriptor, so it is found as the one that is new; and its `get_cq_event` would block with
 the interpreter's lock held, so the descriptor is made non-blocking first.
@@ -68,6 +69,7 @@ class Adapter:
         self._max_completions = min(max_completions, device.limits.max_cqe)
         self.failure = ""
         self._promised = 0
+        self._spin_s = 0.0 if device.limits.is_software else SPIN_S
         self._busy_until = 0.0
         self._nap = trio.CancelScope()
         self._queue_pairs: dict[int, QueuePair] = {}
@@ -113,8 +115,9 @@ class Adapter:
 
     def expect(self) -> None:
         """Something was posted or asked for: its answer is likely soon, so look instead of sleeping."""
-        self._busy_until = trio.current_time() + SPIN_S
-        self._nap.cancel()
+        if self._spin_s:
+            self._busy_until = trio.current_time() + self._spin_s
+            self._nap.cancel()
 
     async def _sleep(self) -> None:
         with trio.CancelScope() as self._nap:
@@ -139,7 +142,7 @@ class Adapter:
         while self._is_open:
             now = trio.current_time()
             if self._poll():
-                self._busy_until = now + SPIN_S
+                self._busy_until = now + self._spin_s
             if now >= self._busy_until:
                 return
             await trio.lowlevel.checkpoint()

@@ -285,20 +285,42 @@ class QueuePair:
 
     def post_receive(self, local: Sge, on_received: Callable[[Received], None]) -> None:
         """Post one receive. Ignored when the queue pair is in error: `on_received` is told ``flushed`` at once."""
+        request = self.receive_request(local)
+        try:
+            self.repeat_receive(request, on_received)
+        finally:
+            request.close()
+
+    # --- requests that are made once and posted again and again ---
+
+    def send_request(self, local: Sge) -> Any:
+        """For `repeat_send`; to be closed once. (Making one costs more than posting it.)"""
         v = verbs()
+        return _request(v.SendWR, local, opcode=int(Opcode.SEND), send_flags=v.enums.IBV_SEND_SIGNALED)
+
+    def receive_request(self, local: Sge) -> Any:
+        """For `repeat_receive`; to be closed once."""
+        return _request(verbs().RecvWR, local)
+
+    def repeat_send(self, request: Any, on_ended: Callable[[str], None]) -> None:
+        """As `post_send` of this one SEND. The request may be posted again while it is under way."""
+        [wr_id] = self._core.post_send(on_ended, 1)
+        request.wr_id = wr_id | self._serial
+        try:
+            self._handle.post_send(request)
+        except verbs().PyverbsError as error:
+            self.give_up(f"posting: {error}")
+
+    def repeat_receive(self, request: Any, on_received: Callable[[Received], None]) -> None:
+        """As `post_receive`."""
         if self._core.state is QpState.ERR:
             on_received(Received(FLUSHED))
             return
-        wr_id = self._core.post_receive(on_received)
-        element = v.SGE(local.address, local.length, local.lkey)
-        request = v.RecvWR(wr_id=wr_id | self._serial, num_sge=1, sg=[element])
+        request.wr_id = self._core.post_receive(on_received) | self._serial
         try:
             self._handle.post_recv(request)
-        except v.PyverbsError as error:
+        except verbs().PyverbsError as error:
             self.give_up(f"posting a receive: {error}")
-        finally:
-            request.close()
-            element.close()
 
     # --- completions ---
 
@@ -394,6 +416,14 @@ class QueuePair:
             assert callable(end.owner)
             end.owner(Received(FLUSHED))
         self._wake()
+
+
+def _request(make: Callable[..., Any], local: Sge, **params: object) -> Any:
+    element = verbs().SGE(local.address, local.length, local.lkey)
+    try:
+        return make(num_sge=1, sg=[element], **params)
+    finally:
+        element.close()
 
 
 class _Requests:
