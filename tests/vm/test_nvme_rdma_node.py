@@ -5,6 +5,7 @@ byte compared, also after the node was killed.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -67,6 +68,12 @@ def payload(block: int) -> bytes:
 
 def chain(number: int) -> range:
     return range(100 * number, 100 * number + BLOCKS)
+
+
+@pytest.fixture(autouse=True)
+def blank_drive() -> None:
+    """A node refuses what other tests have left there."""
+    subprocess.run(["blkdiscard", "--zeroout", os.environ["DPURT_VM_NVMET_DEVICE"]], check=True)
 
 
 @asynccontextmanager
