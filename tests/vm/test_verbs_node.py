@@ -117,7 +117,7 @@ async def test_blocks_are_stored_loaded_and_pushed_over_verbs(tmp_path: Path):
         sources: list[str] = []
         for chain in range(6):
             sources += await load(client, f"r{chain}", range(100 * chain, 100 * chain + 16))
-        assert set(sources) == {"staging", "nvme"}
+        assert "nvme" in sources, "more than staging holds"
         landing = await client.landing(4 * PAYLOAD)
         await client.lookup("s", "p", tokens_of(range(4), BLOCK_TOKENS))
         pushed = await client.load_pushed("p", 0, landing, [i * PAYLOAD for i in range(4)])
