@@ -253,8 +253,7 @@ class BlockStore:
         BdevTimeout, StoreLost.
         """
         self._check_ready()
-        if self.is_lost or self._bdev.stats.reconnects != self._reconnects:
-            await self._recognise()
+        await self._recognise()
         self._appending += 1
         try:
             return await self._append(layout, images, deadline, group, is_reappend)
@@ -392,7 +391,9 @@ class BlockStore:
         self.is_lost = False
 
     async def _recognise(self) -> None:
-        """The device was away: is this store still on it?"""
+        """If the device was away: is this store still on it? Raises StoreLost."""
+        if not self.is_lost and self._bdev.stats.reconnects == self._reconnects:
+            return
         async with self._recognising:
             reconnects = self._bdev.stats.reconnects
             if not self.is_lost and reconnects != self._reconnects:
@@ -413,7 +414,8 @@ class BlockStore:
         return self._superblock.incarnation
 
     async def set_epoch(self, space: str, epoch: int) -> None:
-        """Persist a space's epoch. On return it survives a crash."""
+        """Persist a space's epoch. On return it survives a crash. Raises BdevError, StoreLost."""
+        await self._recognise()
         with trio.CancelScope(shield=True):
             async with self._superblock_lock:
                 await self._write_superblock(self._superblock.with_epoch(space, epoch))
@@ -434,8 +436,9 @@ class BlockStore:
             self._log.unhold(segment)
 
     async def aclose(self) -> None:
-        """Seal and flush. The bdev stays open: it is the caller's. No append may be under way."""
+        """Seal and flush. The bdev stays open: it is the caller's. No append may be under way. Raises BdevError, StoreLost."""
         with trio.CancelScope(shield=True):
+            await self._recognise()
             await self.seal()
             await self.flush()
 
@@ -501,7 +504,7 @@ class BlockStore:
             try:
                 await self._ensure_header(run, deadline)
                 group = writing.header.group
-                await self._bdev.write_from(run.offset, run.images, deadline, placement=group)
+                await self._write(run.offset, run.images, deadline, group)
             except BdevError:
                 writing.has_failed = True
                 raise
@@ -512,6 +515,15 @@ class BlockStore:
                     del self._writing[run.segment]
             if is_over and not writing.has_failed:
                 await self._seal(run.segment)
+
+    async def _write(
+        self, offset: int, buffers: Sequence[memoryview], deadline: float, group: int = 0
+    ) -> None:
+        """Every write of the store: never to a device that was away and has not been looked at since."""
+        if self._bdev.stats.reconnects != self._reconnects:
+            length = sum(map(len, buffers))
+            raise BdevError(self.bdev_name, "write", offset, length, "unavailable", "the device was away")
+        await self._bdev.write_from(offset, buffers, deadline, placement=group)
 
     async def _ensure_header(self, run: _Run, deadline: float) -> None:
         """The run that opens the segment writes its header; the others wait for that."""
@@ -540,7 +552,7 @@ class BlockStore:
         block = aligned_buffer(HEADER_BLOCK)
         header.pack_into(block, is_seal=is_seal)
         offset = self._log.start_of(segment) + (HEADER_BLOCK if is_seal else 0)
-        await self._bdev.write_from(offset, [block], deadline, placement=header.group)
+        await self._write(offset, [block], deadline, header.group)
         self._log.add_overhead(HEADER_BLOCK)
 
     async def _seal(self, segment: int) -> None:
@@ -564,7 +576,7 @@ class BlockStore:
         offset = sb.slot_offset(superblock.generation)
         written, back = aligned_buffer(len(content)), aligned_buffer(len(content))
         written[:] = content
-        await self._bdev.write_from(offset, [written], self._soon())
+        await self._write(offset, [written], self._soon())
         await self._bdev.flush(self._soon())
         await self._bdev.read_into(offset, [back], self._soon())
         if back != written:

@@ -76,8 +76,12 @@ class FlashTier:
 
     async def set_epoch(self, space: str, epoch: int) -> None:
         """Persist a space's epoch on every store. On return it survives a crash. Raises BdevError if one failed."""
-        for store in self.stores:
-            await store.set_epoch(space, epoch)
+        for number, store in enumerate(self.stores):
+            try:
+                await store.set_epoch(space, epoch)
+            except StoreLost:
+                await self._start_over(number)
+                await store.set_epoch(space, epoch)
 
     @property
     def incarnation(self) -> int:
@@ -89,7 +93,7 @@ class FlashTier:
         for store in self.stores:
             try:
                 await store.aclose()
-            except BdevError as error:  # its open segments will be verified at the next start
+            except (BdevError, StoreLost) as error:  # its open segments will be verified at the next start
                 log.warning("store_not_sealed", detail=str(error))
 
     # --- records ---

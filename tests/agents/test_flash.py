@@ -169,6 +169,46 @@ async def test_a_device_that_comes_back_blank_gets_a_new_store_and_the_old_one_i
     assert [r.header.key for r in rebuilt.records] == [key_of(2)]
 
 
+async def test_closing_does_not_seal_segments_on_a_device_that_came_back_as_somebody_elses() -> None:
+    bdev = device()
+    tier = await tier_on(bdev)
+    await put(tier, 1)
+    bdev.inner.image[:] = b"x" * len(bdev.inner.image)  # type: ignore[attr-defined]
+    bdev.come_back()
+    await tier.aclose()
+    assert bdev.inner.image == b"x" * len(bdev.inner.image)  # type: ignore[attr-defined]
+
+
+async def test_a_write_under_way_when_the_device_comes_back_does_not_reach_it_unrecognised() -> None:
+    bdev = device()
+    tier = await tier_on(bdev)
+    bdev.inject(Fault(op="write", kind="hang"))  # the header of the first segment
+    outcome: list[str] = []
+
+    async def write() -> None:
+        with pytest.raises(BdevError) as caught:
+            await tier.append(LAYOUT, [image_of(1)], deadline=INF)
+        outcome.append(caught.value.status)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write)
+        await trio.testing.wait_all_tasks_blocked()
+        bdev.stats.reconnects += 1
+        before = bytes(bdev.inner.image)  # type: ignore[attr-defined]
+        bdev.resume()
+    assert outcome == ["unavailable"]
+    header = METADATA_BYTES + 4096
+    assert bdev.inner.image[header:] == before[header:], "no record after the header"  # type: ignore[attr-defined]
+
+
+async def test_an_epoch_bumped_while_a_device_came_back_blank_is_on_the_new_store() -> None:
+    bdev = device()
+    tier = await tier_on(bdev)
+    bdev.come_back(blank=True)
+    await tier.set_epoch("s", 4)
+    assert (await tier_on(bdev)).epochs == {"s": 4}
+
+
 @pytest.mark.parametrize("what", ["store", "data"])
 async def test_a_device_that_comes_back_as_somebody_elses_is_never_written(
     what: str, autojump_clock: trio.testing.MockClock
@@ -183,11 +223,12 @@ async def test_a_device_that_comes_back_as_somebody_elses_is_never_written(
     bdev.inner.image[:] = stranger.inner.image  # type: ignore[attr-defined]
     bdev.go_away()
     bdev.come_back()
-    for _ in range(2):
+    for attempt in (put(tier, 2), put(tier, 2), tier.set_epoch("s", 3)):
         with pytest.raises(BdevError) as caught:
-            await put(tier, 2)
+            await attempt
         assert caught.value.status == "unavailable"
         await trio.sleep(RETRY_S)
+    await tier.aclose()
     assert bdev.inner.image == stranger.inner.image  # type: ignore[attr-defined]
 
 
