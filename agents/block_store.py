@@ -34,7 +34,7 @@ import trio
 from dpurt.agents.device_batch import raise_as_one, run_batch
 from dpurt.agents.segment_scan import Rebuilt, SegmentScan
 from dpurt.bdev import Bdev
-from dpurt.bdev.buffers import aligned_buffer
+from dpurt.bdev.buffers import aligned_buffer, total_bytes
 from dpurt.core import superblock as sb
 from dpurt.core.record import RecordError, RecordLayout, stamp, verify_record
 from dpurt.core.segment_log import (
@@ -521,7 +521,7 @@ class BlockStore:
     ) -> None:
         """Every write of the store: never to a device that was away and has not been looked at since."""
         if self._bdev.stats.reconnects != self._reconnects:
-            length = sum(map(len, buffers))
+            length = total_bytes(buffers)
             raise BdevError(self.bdev_name, "write", offset, length, "unavailable", "the device was away")
         await self._bdev.write_from(offset, buffers, deadline, placement=group)
 

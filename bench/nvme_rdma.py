@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import random
-import resource
 import shutil
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ import trio
 
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.nvme_rdma import NvmeRdmaBdev
+from dpurt.bench.fio import cpu_s
 from dpurt.bench.result import BenchResult, Figure
 from dpurt.fabric.region import MemfdRegion
 from dpurt.rdma.binding import missing
@@ -175,18 +175,13 @@ async def _move_all(rig: _Rig, bdev: Bdev, shape: _Shape, *, seed: int) -> _Run:
         for offset in todo:
             await move(offset, [slot], deadline)
 
-    cpu, start = _cpu_s(), time.perf_counter()
+    cpu, start = cpu_s(), time.perf_counter()
     async with trio.open_nursery() as nursery:
         for i in range(shape.depth):
             at = i * shape.block_bytes
             nursery.start_soon(mover, rig.region.view[at : at + shape.block_bytes])
     seconds = time.perf_counter() - start
-    return _Run(RUN_BYTES / _MIB / seconds, (_cpu_s() - cpu) / (RUN_BYTES / (1 << 30)))
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return _Run(RUN_BYTES / _MIB / seconds, (cpu_s() - cpu) / (RUN_BYTES / (1 << 30)))
 
 
 # --- the kernel's initiator ---

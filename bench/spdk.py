@@ -19,7 +19,6 @@ import os
 import platform
 import random
 import re
-import resource
 import statistics
 import subprocess
 import tempfile
@@ -36,6 +35,7 @@ from dpurt.bdev.nvme_tcp import NvmeTcpBdev
 from dpurt.bdev.spdk_process import OwnTarget, TargetFailed, start_target
 from dpurt.bdev.spdk_rpc import SpdkRpc, open_spdk_rpc
 from dpurt.bdev.vhost_user import VhostUserBdev
+from dpurt.bench.fio import cpu_s
 from dpurt.bench.result import BenchResult, Figure
 from dpurt.fabric.region import MemfdRegion
 
@@ -221,7 +221,7 @@ async def _read(rig: _Rig, bdev: Bdev, size: int, depth: int, *, is_verified: bo
     chance = random.Random(size + depth)
     blocks = DEVICE_BYTES // size
     done = 0
-    start, cpu = time.perf_counter(), _cpu_s()
+    start, cpu = time.perf_counter(), cpu_s()
     until = start + READ_S
 
     async def reader(slot: memoryview) -> None:
@@ -236,12 +236,7 @@ async def _read(rig: _Rig, bdev: Bdev, size: int, depth: int, *, is_verified: bo
         for i in range(depth):
             nursery.start_soon(reader, rig.region.view[i * size : (i + 1) * size])
     gib = done / _GIB
-    return _Run(gib / (time.perf_counter() - start), (_cpu_s() - cpu) / gib)
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return _Run(gib / (time.perf_counter() - start), (cpu_s() - cpu) / gib)
 
 
 # --- SPDK's ---

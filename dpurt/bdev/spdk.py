@@ -241,7 +241,7 @@ def nvmf_subsystem(
         addresses = [
             (at["traddr"], int(at["trsvcid"]))
             for at in subsystem.get("listen_addresses", [])
-            if at["trtype"].upper() == trtype
+            if at["trtype"].upper() == trtype and at["trsvcid"].isdecimal()
         ]
         if spaces and addresses:
             return subsystem["nqn"], spaces[0].get("nsid"), addresses

@@ -29,6 +29,9 @@ def is_attention(path: Path) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and report. ConfigError for a bad trace, policy or argument."""
+    for option, given in (("--html", args.html), ("--resume", args.resume)):
+        if given is not None:
+            raise ConfigError(option, "is for request traces; an attention trace has a table or --json")
     names = _policies(args.policy)
     rows: list[dict[str, Any]] = []
     lookaheads = args.lookahead or [DEFAULT_LOOKAHEAD]

@@ -52,7 +52,12 @@ def test_json_has_one_object_a_policy_and_ours_lies_between_lru_and_the_oracle(
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--policy", "magic"], "unknown magic; for attention traces: lru"), (["--lookahead", "31"], "at most")],
+    [
+        (["--policy", "magic"], "unknown magic; for attention traces: lru"),
+        (["--lookahead", "31"], "at most"),
+        (["--html", "x.html"], "is for request traces"),
+        (["--resume", "x"], "is for request traces"),
+    ],
 )
 def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(SLICE), *words]) == 2
