@@ -258,6 +258,7 @@ class GatewayAgent(Actor[None]):
         self._index.touch(state, ids, scope.used_at)
         refs = state.refs(scope.handles.tolist(), scope.shard)
         self._staging.touch(state, refs, scope.used_at)
+        self._intake.offer_again(state, ids, scope.shard)
         self._observe(Arrived(scope.sequence, Owner(state.name, state.space.tenant), tuple(refs)))
 
     def _hint(self, session: Session, hint: m.Hint) -> m.Reply | None:

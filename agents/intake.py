@@ -4,6 +4,8 @@ A host writes into a *cell* of its own inbound region and commits with the parts
 into a staging slot and then checks the copy: a host that maps its region could change bytes after a check. Only then the
 block becomes visible; it is written behind to flash, its slot pinned until the device has it. At most `DIRTY_SHARE` of a
 pool may wait for the device, so that stores cannot fill staging: beyond it a commit waits, at most until its deadline.
+Where flash has an endurance budget (`dpurt.core.endurance`) what it does not admit stays in staging alone, and is offered
+again when it is used: parents always before children, since a child without its parent is lost.
 
 A reservation is single flight: while it stands, others are told ``in_flight``. It ends by commit, with its scope, or after
 `RESERVATION_S`, so a host that dies blocks nobody for long.
@@ -439,14 +441,61 @@ class Intake:
 
     def _make_visible(self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], now: float) -> None:
         wall = self._wall(now)
-        for arrival in arrivals:
+        count = self._num_admitted(state, shard, arrivals, now)
+        for i, arrival in enumerate(arrivals):
             _write_header(arrival, wall)
-            state.slab.pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=True)
+            state.slab.pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=i < count)
         ids = np.array([arrival.block_id for arrival in arrivals], np.int32)
         keys = [arrival.reserved.key for arrival in arrivals]
         self._index.place(state, ids, keys, shard, [arrival.slot for arrival in arrivals], now)
-        for arrival in arrivals:
+        for arrival in arrivals[:count]:
             self._storage.write(WriteJob(state, arrival.handle, shard, arrival.slot, self._written))
+        if count < len(arrivals):
+            self._cleaned(state, len(arrivals) - count)
+
+    # --- endurance ---
+
+    def _num_admitted(self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], now: float) -> int:
+        """How many of these new blocks, from the first on, flash takes."""
+        budget = self._storage.budget
+        if budget is None:
+            return len(arrivals)
+        for i, arrival in enumerate(arrivals):
+            follows = i > 0 and arrivals[i - 1].reserved.key == arrival.reserved.parent
+            if not (follows or self._has_kept_parent(state, arrival.block_id, shard)):
+                return i
+            if not budget.admit(state.layout.record_bytes, now, is_again=False):
+                return i
+        return len(arrivals)
+
+    @staticmethod
+    def _has_kept_parent(state: SpaceState, block_id: int, shard: int) -> bool:
+        """Is the parent on flash, or on its way there?"""
+        parent = state.index.table.parent.item(block_id)
+        if parent < 0 or state.extent_of(parent, shard) >= 0:
+            return True
+        slot = state.slot_of(parent, shard)
+        return slot >= 0 and state.slab.pool.slot_info(slot).pins > 0
+
+    def offer_again(self, state: SpaceState, ids: Ids, shard: int) -> None:
+        """A chain, from its first block on, was asked for: write what the budget left out, as far as it lets."""
+        budget = self._storage.budget
+        if budget is None or state.retired:
+            return
+        pool, where, now = state.slab.pool, state.index.locations(ids), trio.current_time()
+        handles = state.index.handles(ids)
+        unwritten = np.flatnonzero((where.extent[:, shard] < 0) & (where.slot[:, shard] >= 0))
+        for i in unwritten.tolist():
+            slot = int(where.slot[i, shard])
+            if pool.slot_info(slot).pins:
+                continue  # on its way
+            if self._clean_room(state) < 1:
+                return
+            if not budget.admit(state.layout.record_bytes, now, is_again=True):
+                return
+            pool.pin(slot)
+            self.dirty[state.slab.number] = self.dirty.get(state.slab.number, 0) + 1
+            self._storage.write(WriteJob(state, int(handles[i]), shard, slot, self._written))
 
     def _cleaned(self, state: SpaceState, count: int) -> None:
         self.dirty[state.slab.number] -= count

@@ -22,6 +22,7 @@ import trio
 
 from dpurt.agents.block_store import StoreFull
 from dpurt.agents.flash import RETRY_S, FlashTier
+from dpurt.core.endurance import WriteBudget
 from dpurt.core.record import RecordError
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
@@ -85,6 +86,7 @@ class StorageAgent(Actor[None]):
         self._demand: deque[ReadJob] = deque()
         self._prefetch: deque[ReadJob] = deque()
         self._writes: deque[WriteJob] = deque()
+        self.budget: WriteBudget | None = None  # of flash's endurance; None: everything is written
         self._idle = trio.lowlevel.ParkingLot()
         self._writing = 0
         self._prefetching = 0

@@ -37,6 +37,7 @@ from dpurt.bdev.file import FileBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
+from dpurt.core.endurance import DAY_S, WriteBudget
 from dpurt.core.eviction import make_policy
 from dpurt.core.ledger import Ledger, Totals
 from dpurt.core.predictor import make_predictor
@@ -166,6 +167,7 @@ class Node:
         self.storage = StorageAgent(
             self.store, workers=self._queue_depth, deadline_s=max(spec.deadline_s for spec in config.bdev)
         )
+        self.storage.budget = self._write_budget()
         self.staging = StagingAgent(self.index, self.storage)
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
@@ -177,7 +179,7 @@ class Node:
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
         self.staging.observe = self.prefetch.observe
-        self.staging.housekeeping.append(self.intake.expire)
+        self.staging.housekeeping += [self.intake.expire, self._look_at_wear]
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
@@ -245,6 +247,21 @@ class Node:
     def _queue_depth(self) -> int:
         """Of all bdevs together."""
         return sum(spec.queue_depth for spec in self.config.bdev)
+
+    def _write_budget(self) -> WriteBudget | None:
+        """Of all bdevs together: batches go to each in turn."""
+        rates = [
+            spec.drive_writes_per_day * store.capacity_bytes
+            for spec, store in zip(self.config.bdev, self.store.stores, strict=True)
+            if spec.drive_writes_per_day is not None
+        ]
+        return WriteBudget(sum(rates), trio.current_time()) if rates else None
+
+    def _look_at_wear(self, now: float) -> None:
+        """A drive past its rated life gets only what is used again."""
+        if self.storage.budget is not None:
+            drives = [h for bdev in self.bdevs if isinstance(bdev, SpdkBdev) for h in bdev.health.values()]
+            self.storage.budget.is_worn = any(drive.is_worn for drive in drives)
 
     def _prefetch_core(self) -> PrefetchCore | None:
         prefetch = self.config.prefetch
@@ -349,6 +366,7 @@ class Node:
                 }
                 for bdev, store in zip(self.bdevs, self.store.stores, strict=True)
             },
+            "endurance": self._endurance_stats(),
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
@@ -363,6 +381,19 @@ class Node:
             "uptime_s": round(trio.current_time() - self.started_at, 3), "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
             "open_fds": len(os.listdir("/proc/self/fd")) - 1, "cpu_s": round(times.user + times.system, 3),
             "endpoint": self.gateway.endpoint, "metrics_port": self.metrics.port,
+        }  # fmt: skip
+
+    def _endurance_stats(self) -> dict[str, object]:
+        """What flash was given, against what it gave back and against its budget, since the start."""
+        stores = [store.stats() for store in self.store.stores]
+        written, read = sum(s.bytes_appended for s in stores), sum(s.bytes_read for s in stores)
+        capacity = sum(s.log.capacity_bytes for s in stores)
+        days = max(trio.current_time() - self.started_at, 1.0) / DAY_S
+        budget = self.storage.budget
+        return {
+            "bytes_written": written, "bytes_read": read, "written_per_read": round(written / read, 4) if read else 0.0,
+            "drive_writes_per_day": round(written / capacity / days, 4),
+            **({} if budget is None else plain(budget.stats())),
         }  # fmt: skip
 
     @staticmethod

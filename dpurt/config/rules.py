@@ -169,6 +169,8 @@ def _bdevs(config: Config) -> Iterator[Problem]:
                     f"{bdev.segment_bytes:,} bytes hold {max(records, 0)} blocks of space {space.name!r} "
                     f"({space.record_bytes:,} bytes each); at least {MIN_RECORDS} are needed",
                 )
+    if len({bdev.drive_writes_per_day is None for bdev in config.bdev}) > 1:
+        yield "$.bdev", "drive_writes_per_day is one budget of all bdevs: give it for each, or for none"
 
 
 def _spaces(config: Config) -> Iterator[Problem]:

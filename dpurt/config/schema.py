@@ -126,13 +126,16 @@ class StagingConfig(Table, frozen=True, kw_only=True):
 
 
 class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
-    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use. Subclasses: `AnyBdevConfig`."""
+    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use; `drive_writes_per_day` how often
+    that may be written over (`dpurt.core.endurance`): given for all bdevs or for none. Subclasses: `AnyBdevConfig`.
+    """
 
     name: Name
     capacity_bytes: Positive | None = None
     segment_bytes: Positive = 64 << 20
     queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
     deadline_s: Seconds = 10.0
+    drive_writes_per_day: Seconds | None = None
 
     @property
     def kind(self) -> str:
