@@ -39,7 +39,7 @@ from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.eviction import make_policy
 from dpurt.core.ledger import Ledger, Totals
-from dpurt.core.predictor import make_predictor
+from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import PrefetchCore
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
