@@ -40,7 +40,7 @@ from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.endurance import DAY_S, WriteBudget
 from dpurt.core.eviction import make_policy
 from dpurt.core.ledger import Ledger, Totals
-from dpurt.core.predictor import make_predictor
+from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import PrefetchCore
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout

@@ -58,6 +58,14 @@ def byte_rate(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def seconds(text: str) -> float:
+    """A time from 0."""
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
+    return value
+
+
 def tokens(text: str) -> int:
     """A number of tokens, binary units: 128K is 131,072."""
     match = re.fullmatch(r"(\d+)([KM]?)", text)
@@ -118,6 +126,14 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
         help=f"blocks a predictor looks ahead (default: {base.lookahead_blocks}); layers on an attention trace (1)",
     )
     _sweepable(group, "--budget", positive, base.prefetch_queue_depth, "N", "prefetches in flight at once")
+    _sweepable(
+        group,
+        "--hint-lead",
+        seconds,
+        base.hint_lead_s,
+        "S",
+        "the router's hint precedes the engine's start by",
+    )
     _sweepable(group, "--seed", int, base.seed, "S", "of the device's jitter")
     group.add_argument(
         "--model", choices=sorted(KV_MODELS), default="llama-3-70b", help="(default: %(default)s)"
@@ -158,6 +174,9 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--block-tokens", type=tokens, metavar="N", help="group blocks into larger ones")
     group.add_argument("--arrivals", metavar="FILE", help="an Azure trace, as the load shape")
+    group.add_argument(
+        "--sessions", metavar="FILE", help="coding-agent sessions, to join with: why and when responses ended"
+    )
 
 
 def reading_of(args: argparse.Namespace) -> Reading:
@@ -167,6 +186,7 @@ def reading_of(args: argparse.Namespace) -> Reading:
         rechain=args.rechain,
         block_tokens=args.block_tokens,
         arrivals=args.arrivals,
+        sessions=args.sessions,
         seed=args.seed[0],
     )
 
@@ -188,10 +208,13 @@ def scenarios_of(args: argparse.Namespace, trace: Trace) -> list[Scenario]:
             device=device,
             lookahead_blocks=lookahead,
             prefetch_queue_depth=budget,
+            hint_lead_s=lead,
             seed=seed,
         )
         for device in _devices(args.device, args.bandwidth)
-        for staging, lookahead, budget, seed in product(args.staging, lookaheads, args.budget, args.seed)
+        for staging, lookahead, budget, lead, seed in product(
+            args.staging, lookaheads, args.budget, args.hint_lead, args.seed
+        )
     ]
 
 
