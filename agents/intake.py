@@ -29,6 +29,7 @@ from dpurt.wire import messages as m
 from .index import IndexAgent
 from .spaces import SpaceState
 from .storage import StorageAgent, WriteJob
+from .tape import Tape
 
 log = structlog.get_logger()
 OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
@@ -111,6 +112,7 @@ class Intake:
         self._numbers = itertools.count(1)
         self._region_ids: Callable[[], int] = itertools.count(1 << 20).__next__
         self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
+        self.tape: Tape | None = None
         self._cleaner = trio.lowlevel.ParkingLot()
         self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
         self.stored = 0
@@ -431,6 +433,8 @@ class Intake:
         self._write_header(arrival, now)
         pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=True)
         self._index.place(state, arrival.block_id, reserved.shard, arrival.slot, now)
+        if self.tape is not None:
+            self.tape.taken(arrival.ref, now)
         self._storage.write(WriteJob(state, arrival.ref, arrival.slot, self._written))
         return "stored"
 
@@ -454,6 +458,8 @@ class Intake:
     def _written(self, job: WriteJob, extent: int | None) -> None:
         """The device has the record (or never will)."""
         state = job.state
+        if self.tape is not None:
+            self.tape.written(job.ref, extent is not None, trio.current_time())
         self._cleaned(state)
         state.slab.pool.unpin(job.slot)
         handle, shard = state.unref(job.ref)

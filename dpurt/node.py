@@ -36,11 +36,10 @@ from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig
-from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.eviction import make_policy
-from dpurt.core.ledger import Ledger, Totals
-from dpurt.core.predictor import make_predictor
+from dpurt.core.ledger import Totals
 from dpurt.core.prefetch import PrefetchCore
+from dpurt.core.prefetch_setup import PrefetchSetup
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
 from dpurt.core.staging import StagingPool
@@ -250,15 +249,15 @@ class Node:
         prefetch = self.config.prefetch
         if not prefetch.enabled:
             return None
-        staging = sum(region.size for region in self.regions)
-        budget = Budget(
+        setup = PrefetchSetup(
+            predictors=prefetch.predictors,
+            lookahead_blocks=prefetch.lookahead_blocks,
             bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
-            staging_bytes=int(staging * prefetch.staging_fraction),
+            staging_bytes=int(sum(region.size for region in self.regions) * prefetch.staging_fraction),
             queue_depth=max(1, self._queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
-        predictors = [make_predictor(name, prefetch.lookahead_blocks) for name in prefetch.predictors]
-        return PrefetchCore(predictors, Arbiter(budget), Ledger(), self.staging)
+        return setup.build(self.staging)
 
     # --- restart and epochs ---
 

@@ -235,7 +235,13 @@ class Drain(Request, tag="drain"):
     """Refuse new sessions and scopes, finish what runs, flush, end."""
 
 
-AdminRequest = EpochBump | Drain | Stats | Explain | Ping
+class Record(Request, tag="record"):
+    """Begin a recording in a new file of the node's machine (an absolute path), or, with an empty one, end it."""
+
+    path: Annotated[str, Meta(max_length=4096)] = ""
+
+
+AdminRequest = EpochBump | Drain | Stats | Explain | Ping | Record
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
