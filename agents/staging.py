@@ -177,6 +177,11 @@ class StagingAgent(Actor[None]):
         """Staging bytes that could take a block now: free, or evictable."""
         return sum(slab.pool.num_available * slab.stride for slab in self.slabs)
 
+    def price(self, ref: int, now: float) -> float:
+        """What the block that leaves for this one is worth to those who predict; 0 while there is a free slot."""
+        state = self._index.by_number.get(number_of(ref))
+        return 0.0 if state is None else state.slab.pool.price(now)
+
     def is_whole(self, state: SpaceState, handle: int, shard: int) -> bool:
         """Does staging hold every part?"""
         return self._ready(state.slab.pool, state.ref(handle, shard), state.layout.all_parts) is not None

@@ -51,7 +51,8 @@ class Prediction(NamedTuple):
     """`block` (or those of its parts whose bits are set; None: whole) will be wanted at `need_by` with
     `probability`.
 
-    `sequence` is whose end makes it pointless, or None when it outlives sequences. A tuple, not a dataclass:
+    `sequence` is whose end makes it pointless, or None when it outlives sequences. `worth` is what a place in
+    staging is worth to it, in the unit of `dpurt.core.eviction.Outlook`; None: its probability. A tuple, not a dataclass:
     made by the dozen on every arrival.
     """
 
@@ -62,6 +63,7 @@ class Prediction(NamedTuple):
     predictor: str
     sequence: int | None
     owner: Owner = NOBODY
+    worth: float | None = None
 
 
 class Predictor(Protocol):

@@ -361,11 +361,13 @@ class PrefetchCore:
                 self._wait(number, prediction.sequence)
         for job in plan.fetches:
             self.ledger.issued(job.number)
-            block, mask, need_by, _, predictor, _, _ = job.prediction
-            self._commands.append(Fetch(job.number, block, mask, need_by, predictor))
+            wanted = job.prediction
+            self._commands.append(
+                Fetch(job.number, wanted.block, wanted.parts_mask, wanted.need_by, wanted.predictor)
+            )
 
     def _open(self, job: Job) -> None:
-        block, mask, need_by, probability, predictor, sequence, owner = job.prediction
+        block, mask, need_by, probability, predictor, sequence, owner, _ = job.prediction
         self.ledger.plan(job.number, block, mask, predictor, owner, probability, job.record_bytes, need_by)
         self._wait(job.number, sequence)
 

@@ -286,6 +286,10 @@ class StagingPool:
         """Slots a new block could have now: free or evictable."""
         return len(self._free) + self._num_evictable
 
+    def price(self, now: float) -> float:
+        """What the block that leaves for a new one is worth, see `EvictionPolicy`; 0 while a slot is free."""
+        return 0.0 if self._free else self._policy.price(now)
+
     @property
     def all_parts(self) -> int:
         """The mask of a whole block."""

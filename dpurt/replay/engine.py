@@ -224,6 +224,9 @@ class _Run:
     def free_bytes(self) -> int:
         return self.staging.available * self.scenario.block_bytes
 
+    def price(self, block: int, now: float) -> float:
+        return self.staging.price(now)
+
     # --- the loop
 
     def to_end(self, progress: Callable[[int], None] | None) -> None:

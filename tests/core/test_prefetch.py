@@ -38,6 +38,7 @@ class FakeTiers:
     def __init__(self, capacity=1000):
         self.places = {}
         self.capacity = capacity
+        self.prices = {}
 
     def where(self, block, parts_mask):
         return self.places.get(block, "nvme")
@@ -50,6 +51,9 @@ class FakeTiers:
 
     def demand_backlog_bytes(self):
         return 0
+
+    def price(self, block, now):
+        return self.prices.get(block, 0.0)
 
     def free_bytes(self):
         return (self.capacity - len(self.places)) * MB
