@@ -91,9 +91,9 @@ class Tape:
             else:
                 self._put(now, r.Cancelled(command.job))
 
-    def answered(self, line: r.Whereabouts | r.Number) -> None:
+    def answered(self, line: r.Answer) -> None:
         """The core asked about the tiers."""
-        self._put(None, line, (line.block,) if isinstance(line, r.Whereabouts) else ())
+        self._put(None, line, () if isinstance(line, r.Number) else (line.block,))
 
     # --- eviction ---
 
@@ -157,7 +157,7 @@ class Tape:
         handle, shard = state.unref(block)
         block_id = state.block_id(handle)
         is_on_flash = block_id >= 0 and state.extent_of(block_id, shard) >= 0
-        staged = r.mask_word(state.slab.pool.ready_parts(block))
+        staged = f"{state.slab.pool.ready_parts(block):x}"
         self._append(r.Block(block, self._hash(state, block_id, block), state.number, is_on_flash, staged))
         self._blocks.add(block)
         return True
@@ -219,6 +219,11 @@ class TapedView:
         self._tape.answered(r.Number("backlog", answer))
         return answer
 
+    def price(self, block: int, now: float) -> float:
+        answer = self.view.price(block, now)
+        self._tape.answered(r.Priced(block, answer))
+        return answer
+
     def free_bytes(self) -> int:
         answer = self.view.free_bytes()
         self._tape.answered(r.Number("free", answer))
@@ -263,7 +268,11 @@ class TapedPolicy:
         self._tape.policy(line, () if block is None else (block,))
         return block
 
+    def price(self, now: float) -> float:
+        worth = self.policy.price(now)
+        self._tape.policy(r.Price(self._pool, now, worth), ())
+        return worth
+
     def remove(self, block: int, *, evicted: bool) -> None:
         self._tape.policy(r.Remove(self._pool, block, evicted), (block,))
         self.policy.remove(block, evicted=evicted)
-

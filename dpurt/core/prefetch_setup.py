@@ -1,17 +1,21 @@
-"""How a node's prefetch core is put together from its settings. One place, so that the live node, its shadow and the replay of
-a recording run the same objects. Pure.
+"""How a node's prefetch is put together from its settings. One place, so that the live node and the replay of a recording run
+the same objects. Pure.
+
+A predictor that is also an `Outlook` is the one eviction asks; pools and core share it, so predictors are made first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpurt.core.arbiter import Arbiter, Budget, StagingView
+from dpurt.core.eviction import Outlook
 from dpurt.core.ledger import Ledger
-from dpurt.core.predictor import make_predictor
+from dpurt.core.predictor import Predictor, make_predictor
 from dpurt.core.prefetch import PrefetchCore
 
-__all__ = ["PrefetchSetup"]
+__all__ = ["PrefetchSetup", "outlook_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +29,21 @@ class PrefetchSetup:
     queue_depth: int
     min_probability: float
 
-    def build(self, view: StagingView) -> PrefetchCore:
-        """A new core that has seen nothing."""
+    def make_predictors(self) -> list[Predictor]:
+        """New ones that have seen nothing."""
+        return [make_predictor(name, self.lookahead_blocks) for name in self.predictors]
+
+    def build(self, predictors: Sequence[Predictor], view: StagingView) -> PrefetchCore:
+        """A new core around them."""
         budget = Budget(
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             staging_bytes=self.staging_bytes,
             queue_depth=self.queue_depth,
             min_probability=self.min_probability,
         )
-        predictors = [make_predictor(name, self.lookahead_blocks) for name in self.predictors]
         return PrefetchCore(predictors, Arbiter(budget), Ledger(), view)
+
+
+def outlook_of(predictors: Sequence[Predictor]) -> Outlook | None:
+    """The one of them that knows when blocks are wanted next, if any does."""
+    return next((predictor for predictor in predictors if isinstance(predictor, Outlook)), None)

@@ -6,16 +6,16 @@ leaves is good up to its last newline.
 
 Three sorts of lines:
 
-- what the cores were told and asked for (`Told`, `Tick`; answers of the tiers `Whereabouts`, `Number`; calls of an eviction
-  policy `Insert` to `Remove`), and what they decided (`Fetched`, `Cancelled`, `Victim`). Who feeds the same cores with the
-  former gets the latter again;
+- what the cores were told and what they heard when they asked (`Told`, `Tick`; answers of the tiers, `Answer`; calls of an eviction
+  policy, `PolicyLine`), and what they decided (`Fetched`, `Cancelled`, `Victim`, `Price`). Who feeds the same cores with
+  the former gets the latter again;
 - what devices and hosts did: `Queued`, `Wanted`, `Completed`, `Taken`, `Written`;
 - about the file: `Block` and `Space` introduce a name before its first use, `Loss` says that lines are missing here, `End`
   that no more follow.
 
 Privacy. There is no field a token, a prompt, a request id or the name of a model, tenant or host could be put in: fields are
 numbers, marks of closed lists of words, and 16-digit hashes of block keys under a secret that is made for the file and
-forgotten. `dpurt.replay.lint` proves it of a file.
+forgotten. `dpurt record --lint` proves it of a file.
 
 Times are seconds of the node's clock, exact (a float's shortest form), for a replay computes with them as the node did; the
 header says what wall-clock time one of them was. Blocks are named by the node's own handles, which say nothing outside.
@@ -48,7 +48,17 @@ from dpurt.core.events import (
 )
 from dpurt.core.prefetch import Fetch
 
-__all__ = ["FORMAT", "VERSION", "Header", "Line", "decode_header", "decode_line", "encode", "event_of", "told"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Header",
+    "Line",
+    "decode_header",
+    "decode_line",
+    "encode",
+    "event_of",
+    "told",
+]
 
 FORMAT = "dpurt-recording"
 VERSION = 1
@@ -122,7 +132,7 @@ class _Line(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-class Space(_Line, tag="space"):
+class Space(_Line, frozen=True, tag="space"):
     """A space at one epoch: its number, its pool, tokens of a block, bytes of a record, and each part's bytes."""
 
     number: Count
@@ -132,7 +142,7 @@ class Space(_Line, tag="space"):
     parts: tuple[Count, ...]
 
 
-class Block(_Line, tag="block"):
+class Block(_Line, frozen=True, tag="block"):
     """A block, as it was before the next line: its keyed hash, its space, on flash or not, its parts in staging."""
 
     ref: Ref
@@ -145,7 +155,7 @@ class Block(_Line, tag="block"):
 # --- what the cores were told -----------------------------------------------------------------------------------------
 
 
-class ArrivedLine(_Line, tag="arrived"):
+class ArrivedLine(_Line, frozen=True, tag="arrived"):
     """`prompt_blocks` and `prompt_tokens` are of the whole prompt; 0 where the host gave digests only."""
 
     now: float
@@ -158,49 +168,49 @@ class ArrivedLine(_Line, tag="arrived"):
     prompt_tokens: Count
 
 
-class ConsumedLine(_Line, tag="consumed"):
+class ConsumedLine(_Line, frozen=True, tag="consumed"):
     now: float
     sequence: Count
     first: Count
     count: Count
 
 
-class StoredLine(_Line, tag="stored"):
+class StoredLine(_Line, frozen=True, tag="stored"):
     now: float
     sequence: Count
     blocks: Refs
 
 
-class PausedLine(_Line, tag="paused"):
+class PausedLine(_Line, frozen=True, tag="paused"):
     now: float
     sequence: Count
     expected_s: float | None
     reason: Reason
 
 
-class ResumedLine(_Line, tag="resumed"):
+class ResumedLine(_Line, frozen=True, tag="resumed"):
     now: float
     sequence: Count
 
 
-class FinishedLine(_Line, tag="finished"):
+class FinishedLine(_Line, frozen=True, tag="finished"):
     now: float
     sequence: Count
     reason: Reason
 
 
-class GoneLine(_Line, tag="gone"):
+class GoneLine(_Line, frozen=True, tag="gone"):
     now: float
     sequence: Count
 
 
-class RankedLine(_Line, tag="ranked"):
+class RankedLine(_Line, frozen=True, tag="ranked"):
     group: Count
     blocks: Refs
     need_by: float
 
 
-class StepLine(_Line, tag="step"):
+class StepLine(_Line, frozen=True, tag="step"):
     now: float
     heard: float
     sequence: Count
@@ -211,7 +221,7 @@ class StepLine(_Line, tag="step"):
     masses: tuple[float, ...] | None
 
 
-class DemandedLine(_Line, tag="demanded"):
+class DemandedLine(_Line, frozen=True, tag="demanded"):
     now: float
     block: Ref
     sequence: Count
@@ -219,24 +229,24 @@ class DemandedLine(_Line, tag="demanded"):
     parts: Mask | None
 
 
-class StagedLine(_Line, tag="staged"):
+class StagedLine(_Line, frozen=True, tag="staged"):
     now: float
     block: Ref
     job: Count
 
 
-class FailedLine(_Line, tag="failed"):
+class FailedLine(_Line, frozen=True, tag="failed"):
     now: float
     job: Count
     reason: Failure
 
 
-class EvictedLine(_Line, tag="evicted"):
+class EvictedLine(_Line, frozen=True, tag="evicted"):
     now: float
     block: Ref
 
 
-class DroppedLine(_Line, tag="dropped"):
+class DroppedLine(_Line, frozen=True, tag="dropped"):
     now: float
     block: Ref
 
@@ -258,30 +268,40 @@ Told: TypeAlias = (
 )
 
 
-class Tick(_Line, tag="tick"):
+class Tick(_Line, frozen=True, tag="tick"):
     """The core was told the time."""
 
     now: float
 
 
-class Whereabouts(_Line, tag="where"):
+class Whereabouts(_Line, frozen=True, tag="where"):
     """The core asked where a block was."""
 
     block: Ref
     where: Where
 
 
-class Number(_Line, tag="number"):
+class Number(_Line, frozen=True, tag="number"):
     """The core asked for a number: bytes of (parts of) a block, of demand reads waiting, or free in staging."""
 
     what: Literal["bytes", "backlog", "free"]
     value: Count
 
 
+class Priced(_Line, frozen=True, tag="priced"):
+    """The core asked what the block that would leave for this one is worth."""
+
+    block: Ref
+    worth: float
+
+
+Answer: TypeAlias = Whereabouts | Number | Priced
+
+
 # --- what they decided ------------------------------------------------------------------------------------------------
 
 
-class Fetched(_Line, tag="fetch"):
+class Fetched(_Line, frozen=True, tag="fetch"):
     """Of the event or tick before. `predictor` is a place in the header's list."""
 
     job: Count
@@ -291,20 +311,20 @@ class Fetched(_Line, tag="fetch"):
     predictor: Count
 
 
-class Cancelled(_Line, tag="cancel"):
+class Cancelled(_Line, frozen=True, tag="cancel"):
     job: Count
 
 
 # --- eviction policies, by pool ---------------------------------------------------------------------------------------
 
 
-class Insert(_Line, tag="insert"):
+class Insert(_Line, frozen=True, tag="insert"):
     pool: Count
     block: Ref
     now: float
 
 
-class Touch(_Line, tag="touch"):
+class Touch(_Line, frozen=True, tag="touch"):
     """In the order given to the policy: the last one is the most recent."""
 
     pool: Count
@@ -312,17 +332,17 @@ class Touch(_Line, tag="touch"):
     now: float
 
 
-class Hold(_Line, tag="hold"):
+class Hold(_Line, frozen=True, tag="hold"):
     pool: Count
     block: Ref
 
 
-class Unhold(_Line, tag="unhold"):
+class Unhold(_Line, frozen=True, tag="unhold"):
     pool: Count
     block: Ref
 
 
-class Victim(_Line, tag="victim"):
+class Victim(_Line, frozen=True, tag="victim"):
     """The policy was asked whom to evict, and answered."""
 
     pool: Count
@@ -331,19 +351,27 @@ class Victim(_Line, tag="victim"):
     may_protect: bool
 
 
-class Remove(_Line, tag="remove"):
+class Price(_Line, frozen=True, tag="price"):
+    """The policy was asked what its next victim is worth, and answered."""
+
+    pool: Count
+    now: float
+    worth: float
+
+
+class Remove(_Line, frozen=True, tag="remove"):
     pool: Count
     block: Ref
     is_evicted: bool
 
 
-PolicyLine: TypeAlias = Insert | Touch | Hold | Unhold | Victim | Remove
+PolicyLine: TypeAlias = Insert | Touch | Hold | Unhold | Victim | Price | Remove
 
 
 # --- devices and hosts ------------------------------------------------------------------------------------------------
 
 
-class Queued(_Line, tag="queued"):
+class Queued(_Line, frozen=True, tag="queued"):
     """A read was given to the device's queue: a job's, or a demand read (`job` None)."""
 
     now: float
@@ -352,14 +380,14 @@ class Queued(_Line, tag="queued"):
     job: Count | None
 
 
-class Wanted(_Line, tag="wanted"):
+class Wanted(_Line, frozen=True, tag="wanted"):
     """Somebody waits for a queued prefetch now."""
 
     now: float
     block: Ref
 
 
-class Completed(_Line, tag="completed"):
+class Completed(_Line, frozen=True, tag="completed"):
     """The read ended; the device began it at `began` (None: it never did)."""
 
     now: float
@@ -368,14 +396,14 @@ class Completed(_Line, tag="completed"):
     status: Status
 
 
-class Taken(_Line, tag="taken"):
+class Taken(_Line, frozen=True, tag="taken"):
     """A block a host stored is in staging."""
 
     now: float
     block: Ref
 
 
-class Written(_Line, tag="written"):
+class Written(_Line, frozen=True, tag="written"):
     """The device has it, too (or never will)."""
 
     now: float
@@ -386,14 +414,14 @@ class Written(_Line, tag="written"):
 # --- about the file ---------------------------------------------------------------------------------------------------
 
 
-class Loss(_Line, tag="loss"):
+class Loss(_Line, frozen=True, tag="loss"):
     """So many lines are missing here: the writer was too slow."""
 
     now: float
     lines: Annotated[int, Meta(ge=1)]
 
 
-class End(_Line, tag="end"):
+class End(_Line, frozen=True, tag="end"):
     """The recording ended in good order; `lost` lines are missing in all."""
 
     now: float
@@ -402,7 +430,7 @@ class End(_Line, tag="end"):
 
 
 Line: TypeAlias = (
-    Space | Block | Told | Tick | Whereabouts | Number | Fetched | Cancelled | PolicyLine | Queued | Wanted | Completed | Taken
+    Space | Block | Told | Tick | Answer | Fetched | Cancelled | PolicyLine | Queued | Wanted | Completed | Taken
     | Written | Loss | End
 )  # fmt: skip
 
