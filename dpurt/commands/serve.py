@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
     parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="record all of the node's life for dpurt replay, to a new file",
+    )
+    parser.add_argument(
         "--format",
         action="store_true",
         help="make a store of the device even if it holds other data, which is lost; a dpurt store is kept",
@@ -34,12 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve."""
     config = load_config(args.topology)
-    if args.ready_file is not None:
-        check_writable(args.ready_file)
+    for target in (args.ready_file, args.record):
+        if target is not None:
+            check_writable(target)
     set_up_logging(args.log_level or config.node.log_level, as_json=args.log_json)
     for warning in config.warnings():
         structlog.get_logger().warning("topology", detail=warning)
-    trio.run(_serve, Node(config, may_format=args.format), args.ready_file, args.log_json)
+    trio.run(
+        _serve, Node(config, may_format=args.format, record_to=args.record), args.ready_file, args.log_json
+    )
     return 0
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -26,9 +27,8 @@ from dpurt.replay.report import percentile
 from dpurt.replay.trace import Request
 from dpurt.wire import recording as r
 
-__all__ = ["NAME", "Recording", "is_recording", "read_recording", "requests_of", "scenario_of"]
+__all__ = ["Recording", "is_recording", "read_recording", "requests_of", "scenario_of"]
 
-NAME = "dpurt-recording"
 BASE = Scenario()
 
 
@@ -98,7 +98,9 @@ class _Seen:
     prompt_blocks: int
     prompt_tokens: int
     blocks: list[int]
+    loaded_at: float
     prefilled_at: float
+    stored: set[int] = field(default_factory=set)
     finished_at: float | None = None
     reason: str = ""
 
@@ -113,10 +115,13 @@ class _Requests:
                 self._arrived(line)
             case r.StoredLine(now, sequence, blocks) if sequence in self.by_sequence:
                 seen = self.by_sequence[sequence]
-                seen.blocks += [block for block in blocks if block not in set(seen.blocks)]
+                new = [block for block in blocks if block not in set(seen.blocks)]
+                seen.blocks += new
+                seen.stored.update(new)
                 seen.prefilled_at = now
             case r.DemandedLine(now, _, sequence) if sequence in self.by_sequence:
-                self.by_sequence[sequence].prefilled_at = now
+                seen = self.by_sequence[sequence]
+                seen.loaded_at = seen.prefilled_at = now
             case r.FinishedLine(now, sequence) | r.GoneLine(now, sequence) if sequence in self.by_sequence:
                 seen = self.by_sequence[sequence]
                 seen.finished_at = now
@@ -129,7 +134,7 @@ class _Requests:
         seen = self.by_sequence.get(line.sequence)
         if seen is None:
             self.by_sequence[line.sequence] = _Seen(
-                line.heard, line.prompt_blocks, line.prompt_tokens, list(line.blocks), line.heard
+                line.heard, line.prompt_blocks, line.prompt_tokens, list(line.blocks), line.heard, line.heard
             )
         elif len(line.blocks) > len(seen.blocks):
             seen.blocks = list(line.blocks)
@@ -184,8 +189,11 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
     requests = requests_of(recording)
     distinct = len({block for request in requests for block in request.blocks})
     slots = sum(pool.slots for pool in recording.header.pools)
+    hosts, prefill = _pace(recording)
     scenario = replace(
         base,
+        hosts=hosts,
+        prefill_tokens_per_s=prefill or base.prefill_tokens_per_s,
         staging_share=min(1.0, (slots + 0.5) / max(1, distinct)),
         block_tokens=_block_tokens(recording),
         block_bytes=spaces[0].record_bytes if spaces else base.block_bytes,
@@ -202,6 +210,22 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
         prefetch_share=min(1.0, prefetch.staging_bytes / staging),
         min_probability=prefetch.min_probability,
     )
+
+
+def _pace(recording: Recording) -> tuple[int, float | None]:
+    """The most requests seen in prefill at once, and the tokens a second they stored while they were, as a median."""
+    seen = _Requests()
+    for line in recording.lines:
+        seen.take(line)
+    requests = list(seen.by_sequence.values())
+    edges = sorted(edge for one in requests for edge in ((one.heard, 1), (one.prefilled_at, -1)))
+    at_once = max(accumulate(change for _, change in edges), default=1)
+    rates = [
+        len(one.stored) * _block_tokens(recording) / (one.prefilled_at - one.loaded_at)
+        for one in requests
+        if one.stored and one.prefilled_at > one.loaded_at
+    ]
+    return max(1, at_once), percentile(rates, 0.5) if rates else None
 
 
 def measured_device(recording: Recording, base: DeviceProfile) -> DeviceProfile:

@@ -78,6 +78,8 @@ Reason = Literal[
 ]  # fmt: skip
 Where = Literal["staging", "in_flight", "nvme", "gone"]
 Status = Literal["ok", "checksum", "stale", "error", "down", "late", "cancelled", "expired"]
+Asked = Literal["bytes", "backlog", "free"]
+NUMBERS = ("bytes", "backlog", "free")
 Why = Literal["asked", "node_ended", "full"]
 Failure = Literal[
     "ok", "checksum", "stale", "error", "down", "late", "cancelled", "expired", "gone", "in_flight", "no_room"
@@ -284,7 +286,7 @@ class Whereabouts(_Line, frozen=True, tag="where"):
 class Number(_Line, frozen=True, tag="number"):
     """The core asked for a number: bytes of (parts of) a block, of demand reads waiting, or free in staging."""
 
-    what: Literal["bytes", "backlog", "free"]
+    what: Asked
     value: Count
 
 
