@@ -85,10 +85,11 @@ def observe(pid: int) -> Outside:
 class NodeProcess:
     """`dpurt serve` as a process of its own. Use as a context manager: it never outlives the block."""
 
-    def __init__(self, topology: Path, run_path: Path, log: Path) -> None:
+    def __init__(self, topology: Path, run_path: Path, log: Path, record: Path | None = None) -> None:
         self._topology = topology
         self._run_path = run_path
         self._log = log
+        self._record = [] if record is None else ["--record", str(record)]
         self._process: subprocess.Popen[bytes] | None = None
         self.endpoint = ""
         self.start_s = 0.0
@@ -111,7 +112,16 @@ class NodeProcess:
         ready = self._log.with_suffix(".ready")
         ready.unlink(missing_ok=True)
         began = time.monotonic()
-        command = [sys.executable, "-m", "dpurt", "serve", str(self._topology), "--ready-file", str(ready)]
+        command = [
+            sys.executable,
+            "-m",
+            "dpurt",
+            "serve",
+            str(self._topology),
+            "--ready-file",
+            str(ready),
+            *self._record,
+        ]
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
