@@ -83,22 +83,22 @@ class PrefetchAgent(Actor[None]):
             now = trio.current_time()
             if self.tape is not None:
                 self.tape.told(event, now, heard)
-            self._carry_out(core.handle(event, now), now)
+            self._carry_out(core.handle(event, now))
 
     def _tick(self, core: PrefetchCore) -> None:
         now = trio.current_time()
         if self.tape is not None:
             self.tape.ticked(now)
-        self._carry_out(core.tick(now), now)
+        self._carry_out(core.tick(now))
 
     @staticmethod
     def _due(core: PrefetchCore) -> float:
         now, due = trio.current_time(), core.next_wakeup()
         return now + IDLE_S if due is None else max(due, now + MIN_TICK_S)
 
-    def _carry_out(self, commands: Sequence[Command], now: float) -> None:
+    def _carry_out(self, commands: Sequence[Command]) -> None:
         if self.tape is not None:
-            self.tape.decided(commands, now)
+            self.tape.decided(commands)
         for command in commands:
             if isinstance(command, CancelFetch):
                 self._staging.cancel_prefetch(command.job)

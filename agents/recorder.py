@@ -99,7 +99,8 @@ class RecorderAgent(Actor[None]):
         if recording is None:
             raise ConfigError("record", "no recording is under way")
         self._take_tape()
-        recording.tape.end(why)
+        core = self._taps.prefetch.core
+        recording.tape.end(why, None if core is None else r.outcomes(core.ledger.totals()))
         async with self._writing:
             if self.recording is not recording:
                 raise ConfigError(str(recording.path), "the recording has ended meanwhile")

@@ -58,11 +58,10 @@ class Tape:
         self.has_lines = trio.Event()
         return lines
 
-    def end(self, why: r.Why) -> None:
+    def end(self, why: r.Why, ledger: tuple[int, ...] | None) -> None:
         """No more lines but this one."""
-        now = trio.current_time()
-        self._note_loss(now)
-        self._append(r.End(now, why, self.lost))
+        self._note_loss()
+        self._append(r.End(trio.current_time(), why, self.lost, ledger))
 
     # --- the prefetch core ---
 
@@ -77,60 +76,59 @@ class Tape:
             space, *sizes = self._prompts.pop(event.sequence, (0, 0, 0))
             prompt = (sizes[0], sizes[1])
             self._introduce_space(space)
-        self._put(now, r.told(event, now, heard, space, prompt), _blocks_of(event))
+        self._put(r.told(event, now, heard, space, prompt), _blocks_of(event))
 
     def ticked(self, now: float) -> None:
         """The core is about to be told the time."""
-        self._put(now, r.Tick(now))
+        self._put(r.Tick(now))
 
-    def decided(self, commands: Sequence[Command], now: float) -> None:
+    def decided(self, commands: Sequence[Command]) -> None:
         """What came of it."""
         for command in commands:
             if isinstance(command, Fetch):
-                self._put(now, r.fetched(command, self._predictors), (command.block,))
+                self._put(r.fetched(command, self._predictors), (command.block,))
             else:
-                self._put(now, r.Cancelled(command.job))
+                self._put(r.Cancelled(command.job))
 
     def answered(self, line: r.Answer) -> None:
         """The core asked about the tiers."""
-        self._put(None, line, () if isinstance(line, r.Number) else (line.block,))
+        self._put(line, () if isinstance(line, r.Number) else (line.block,))
 
     # --- eviction ---
 
     def policy(self, line: r.PolicyLine, blocks: Iterable[int]) -> None:
         """A pool told or asked its eviction policy."""
-        self._put(None, line, blocks)
+        self._put(line, blocks)
 
     # --- devices and hosts ---
 
     def queued(self, block: int, num_bytes: int, job: int | None, now: float) -> None:
         """A read was queued."""
-        self._put(now, r.Queued(now, block, num_bytes, job), (block,))
+        self._put(r.Queued(now, block, num_bytes, job), (block,))
 
     def wanted(self, block: int, now: float) -> None:
         """A queued prefetch is waited for."""
-        self._put(now, r.Wanted(now, block), (block,))
+        self._put(r.Wanted(now, block), (block,))
 
     def completed(self, block: int, began: float | None, status: str, now: float) -> None:
         """A read ended."""
-        self._put(now, r.Completed(now, block, began, status), (block,))  # type: ignore[arg-type]
+        self._put(r.Completed(now, block, began, status), (block,))  # type: ignore[arg-type]
 
     def taken(self, block: int, now: float) -> None:
         """A stored block is in staging."""
-        self._put(now, r.Taken(now, block), (block,))
+        self._put(r.Taken(now, block), (block,))
 
     def written(self, block: int, is_ok: bool, now: float) -> None:
         """A stored block is on flash, or will not be."""
-        self._put(now, r.Written(now, block, is_ok), (block,))
+        self._put(r.Written(now, block, is_ok), (block,))
 
     # --- inside ---
 
-    def _put(self, now: float | None, line: r.Line, blocks: Iterable[int] = ()) -> None:
+    def _put(self, line: r.Line, blocks: Iterable[int] = ()) -> None:
         if len(self._lines) >= self._max_lines:
             self._missing += 1
             return
-        if self._missing:
-            self._note_loss(trio.current_time() if now is None else now)
+        self._note_loss()
         for block in blocks:
             if block not in self._blocks and not self._introduce(block):
                 self._missing += 1
@@ -142,10 +140,10 @@ class Tape:
         self.num_lines += 1
         self.has_lines.set()
 
-    def _note_loss(self, now: float) -> None:
+    def _note_loss(self) -> None:
         if self._missing:
             self.lost += self._missing
-            self._append(r.Loss(now, self._missing))
+            self._append(r.Loss(self._missing))
             self._missing = 0
 
     def _introduce(self, block: int) -> bool:

@@ -4,7 +4,7 @@ The cores are the node's own: a prefetch core (`dpurt.core.prefetch_setup`) and 
 outlook. They are told what the recording says they were told - requests, completions of reads, evictions' consequences, the
 time - and get the recorded answers when they ask where a block is. What they decide is theirs: which blocks to fetch, which
 fetches to cancel, which block leaves staging and what it is worth. `verify` says how many decisions were equal, and which
-was the first that was not.
+was the first that was not; at the end the two ledgers are compared.
 
 Needs a recording that began before the node's first request and of which no line is missing.
 """
@@ -107,7 +107,16 @@ def verify(recording: Recording) -> Verdict:
             difference = f"{recording.where(index)}: {differs}"
             break
     ledger = None if replay.core is None else replay.core.ledger.totals()
+    difference = difference or _ledger_difference(recording, ledger)
     return Verdict(decisions=replay.decisions, difference=difference, ledger=ledger)
+
+
+def _ledger_difference(recording: Recording, ledger: Totals | None) -> str:
+    end = recording.lines[-1] if recording.lines else None
+    made = None if ledger is None else r.outcomes(ledger)
+    if not isinstance(end, r.End) or end.ledger == made:
+        return ""
+    return f"the ledger ({', '.join(r.OUTCOMES)}) ended as {made}; recorded: {end.ledger}"
 
 
 def _check(recording: Recording) -> None:

@@ -46,6 +46,7 @@ from dpurt.core.events import (
     Staged,
     Stored,
 )
+from dpurt.core.ledger import Totals
 from dpurt.core.prefetch import Fetch
 
 __all__ = [
@@ -66,6 +67,8 @@ MAX_REF = 2**63 - 1
 REASONS = (
     "", "end_turn", "tool_use", "tool_calls", "stop", "stop_sequence", "length", "max_tokens", "abort", "other",
 )  # fmt: skip
+
+OUTCOMES = ("planned", "refused", "cancelled", "failed", "timely", "late", "early", "useless", "open")
 
 Ref = Annotated[int, Meta(ge=0)]
 Refs = tuple[Ref, ...]
@@ -419,16 +422,16 @@ class Written(_Line, frozen=True, tag="written"):
 class Loss(_Line, frozen=True, tag="loss"):
     """So many lines are missing here: the writer was too slow."""
 
-    now: float
     lines: Annotated[int, Meta(ge=1)]
 
 
 class End(_Line, frozen=True, tag="end"):
-    """The recording ended in good order; `lost` lines are missing in all."""
+    """The recording ended in good order; `lost` lines are missing in all. `ledger`: the core's, by `OUTCOMES`; None without one."""
 
     now: float
     why: Why
     lost: Count
+    ledger: tuple[Count, ...] | None
 
 
 Line: TypeAlias = (
@@ -548,6 +551,11 @@ def _event_of_life(line: Told) -> Event:
             return DecodeStep(sequence, step, group, touched, hints, masses)
         case _:
             raise AssertionError(f"no event in {type(line).__name__}")
+
+
+def outcomes(totals: Totals) -> tuple[int, ...]:
+    """A ledger as `End` has it."""
+    return tuple(getattr(totals, name) for name in OUTCOMES)
 
 
 def fetched(command: Fetch, predictors: tuple[str, ...]) -> Fetched:
