@@ -16,7 +16,7 @@ from dpurt import keys
 from dpurt.config import Config, FileBdevConfig, config_from, load_config, ready_topologies
 from dpurt.config.reading import parse_size
 from dpurt.config.schema import safe_bytes
-from dpurt.core import predictor
+from dpurt.core.predictors import PREDICTORS
 from dpurt.core.record import RecordLayout
 from dpurt.errors import ConfigError
 
@@ -489,5 +489,4 @@ def test_relative_files_belong_to_the_topologys_folder(tmp_path: Path) -> None:
 
 
 def test_default_predictors_are_ones_that_exist() -> None:
-    names = {getattr(thing, "name", None) for thing in vars(predictor).values()}
-    assert set(config_from(tree()).prefetch.predictors) <= names
+    assert set(config_from(tree()).prefetch.predictors) <= set(PREDICTORS)

@@ -23,7 +23,7 @@ RDMA = SANS_IO | {"rdma"}
 DRIVERS = RDMA | {"bdev", "fabric", "transport", "engines"}
 KERNEL = DRIVERS | {"runtime"}
 SETTINGS = {"keys", "config"}
-AGENTS = KERNEL | SETTINGS | {"agents"}
+AGENTS = KERNEL | SETTINGS | {"agents", "priors"}
 ANYTHING = AGENTS | {"node", "client", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
     "json_output", "progress",
 }  # fmt: skip
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": BASE,
     "wire": PURE,
     "keys": BASE,
+    "priors": PURE,
     "config": PURE | {"keys"},
     "progress": BASE,
     "json_output": BASE,

@@ -37,7 +37,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +64,6 @@ Protect = Callable[[int], bool]
 _Key = tuple[float, int]
 
 
-@runtime_checkable
 class Outlook(Protocol):
     """Who knows when blocks are wanted next: a predictor of returns. One for all pools that share its blocks' names.
 

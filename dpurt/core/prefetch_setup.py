@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from dpurt.core.arbiter import Arbiter, Budget, StagingView
 from dpurt.core.eviction import Outlook
 from dpurt.core.ledger import Ledger
-from dpurt.core.predictor import Predictor, make_predictor
+from dpurt.core.predictor import Predictor
+from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import PrefetchCore
+from dpurt.core.returns import Returns
 
 __all__ = ["PrefetchSetup", "outlook_of"]
 
@@ -46,4 +48,4 @@ class PrefetchSetup:
 
 def outlook_of(predictors: Sequence[Predictor]) -> Outlook | None:
     """The one of them that knows when blocks are wanted next, if any does."""
-    return next((predictor for predictor in predictors if isinstance(predictor, Outlook)), None)
+    return next((predictor for predictor in predictors if isinstance(predictor, Returns)), None)

@@ -171,6 +171,9 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--block-tokens", type=tokens, metavar="N", help="group blocks into larger ones")
     group.add_argument("--arrivals", metavar="FILE", help="an Azure trace, as the load shape")
+    group.add_argument(
+        "--sessions", metavar="FILE", help="coding-agent sessions, to join with: why and when responses ended"
+    )
 
 
 def reading_of(args: argparse.Namespace) -> Reading:
@@ -180,6 +183,7 @@ def reading_of(args: argparse.Namespace) -> Reading:
         rechain=args.rechain,
         block_tokens=args.block_tokens,
         arrivals=args.arrivals,
+        sessions=args.sessions,
         seed=args.seed[0],
     )
 

@@ -10,7 +10,8 @@ prefix order:
 - on the device only: a demand read, then the load. One block is asked for at a time.
 
 After its last block the first token takes one decode step; the request finishes when its output is decoded,
-which holds no host. Blocks on the device stay there for good. Blocks are all of one size, partial ones too.
+which holds no host: at the time the trace recorded, if it did, else after one decode step a token. Blocks on
+the device stay there for good. Blocks are all of one size, partial ones too.
 Uses touch the eviction order when a request's prefill ends, tail first, so heads outlive tails; Belady's also
 at each use. Writes cost reads nothing.
 
@@ -45,6 +46,7 @@ from dpurt.core.events import (
     Where,
 )
 from dpurt.core.ledger import LEAD_BOUNDS_S, Ledger
+from dpurt.core.predictor import Predictor
 from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
 from dpurt.replay.future import Future
 from dpurt.replay.hits import capacity_blocks, untimed_hit_rates
@@ -169,6 +171,7 @@ class _Run:
         self._load_s = scenario.block_bytes / scenario.link_bytes_per_s
         self._recompute_s = scenario.block_tokens / scenario.prefill_tokens_per_s
         self._future = Future(requests) if policy.is_clairvoyant else None
+        self._predictors = self._make_predictors()
         self._oracle: Oracle | None = None
         if policy.eviction is not None:
             self._make_staging()
@@ -177,8 +180,13 @@ class _Run:
 
     # --- set-up
 
+    def _make_predictors(self) -> list[Predictor]:
+        scenario = self.scenario
+        block_s = max(self._load_s, scenario.block_bytes / scenario.device.read_bytes_per_s)
+        return make_predictors(self.policy, scenario.lookahead_blocks, block_s)
+
     def _make_staging(self) -> None:
-        eviction = make_eviction(self.policy, self.capacity, self._future)
+        eviction = make_eviction(self.policy, self.capacity, self._future, self._predictors)
         future = self._future
         admit = (lambda b, v: future.next_use(b) < future.next_use(v)) if future else always
         self.staging = ReplayStaging(self.capacity, eviction, self._evicted, admit)
@@ -194,8 +202,7 @@ class _Run:
             min_probability=scenario.min_probability,
         )
         arbiter = Arbiter(budget)
-        block_s = max(self._load_s, scenario.block_bytes / device.read_bytes_per_s)
-        predictors = make_predictors(self.policy, scenario.lookahead_blocks, block_s)
+        predictors = self._predictors
         if self._future is not None:
             self._oracle = Oracle(self._future, self.staging, self.where, lambda: not arbiter.num_waiting)
             predictors.append(self._oracle)
@@ -401,15 +408,20 @@ class _Run:
         if self.policy.eviction is not None:
             self.staging.policy.touch(reversed(turn.request.blocks), self._now)
         self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
-        decode_s = turn.request.output_tokens * self.scenario.decode_step_s
-        self._at(self._now + decode_s, self._finished, turn)
+        self._at(self._end_of_decode(turn.request), self._finished, turn)
         self._service_s += 0.1 * (self._now - turn.started_at - self._service_s)
         self._free_hosts += 1
         self._next_turn()
 
+    def _end_of_decode(self, request: Request) -> float:
+        """As the trace recorded it, if it did: what comes next in it came after that."""
+        if request.api_s is not None:
+            return max(self._now, request.timestamp_s + request.api_s)
+        return self._now + request.output_tokens * self.scenario.decode_step_s
+
     def _finished(self, turn: _Turn) -> None:
         self._open_turns -= 1
-        self._tell(Finished(turn.number))
+        self._tell(Finished(turn.number, turn.request.stop))
 
     def _tokens(self, turn: _Turn) -> int:
         left = turn.request.input_tokens - turn.cursor * self.scenario.block_tokens

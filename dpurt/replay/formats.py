@@ -39,12 +39,14 @@ _CHAINED = {"mooncake", "weka", "dpurt-recording"}
 class Reading:
     """How to read a trace. `rechain` None: as the format needs it for a prefix cache. `block_tokens` None: the
     format's own. `arrivals`: path of a file whose arrivals are the load shape; text, as readings pass between
-    processes. `seed` is for what a format leaves open."""
+    processes. `sessions`: path of a file of coding-agent sessions that says how this trace's responses ended.
+    `seed` is for what a format leaves open."""
 
     limit: int | None = None
     rechain: bool | None = None
     block_tokens: int | None = None
     arrivals: str | None = None
+    sessions: str | None = None
     seed: int = 0
 
 
@@ -136,6 +138,8 @@ def _requests(path: Path, name: str, how: Reading, shape: Shape | None) -> Trace
     is_chained = name in _CHAINED
     wants_chain = (name == "ragpulse" or how.block_tokens is not None) if how.rechain is None else how.rechain
     requests = list(islice(read(), how.limit))
+    if how.sessions is not None:
+        requests = weka.joined(requests, Path(how.sessions))
     if wants_chain and not is_chained:
         requests, is_chained = _chained(requests), True
     if how.block_tokens not in (None, own_tokens):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpurt.core.events import (
@@ -26,7 +26,8 @@ from dpurt.core.events import (
     Stored,
 )
 from dpurt.core.eviction import Belady, EvictionPolicy, make_policy
-from dpurt.core.predictor import CrossRequest, Prediction, Predictor, SlidingWindow
+from dpurt.core.predictor import Prediction, Predictor, SlidingWindow
+from dpurt.core.returns import Returns
 from dpurt.errors import ConfigError
 from dpurt.replay.future import Future
 from dpurt.replay.staging import ReplayStaging
@@ -56,8 +57,13 @@ _TABLE = (
     ("s3fifo", "on demand, S3-FIFO", "s3fifo", ()),
     ("belady", "on demand, the one used furthest in the future leaves", "belady", ()),
     ("sliding_window", "read-ahead of arrived requests, LRU", "lru", ("sliding_window",)),
-    ("cross_request", "predicted returns of conversations, LRU", "lru", ("cross_request",)),
-    ("dpurt", "all predictors, LRU", "lru", ("sliding_window", "cross_request")),
+    (
+        "cross_request",
+        "predicted returns of conversations, eviction by them",
+        "predicted",
+        ("cross_request",),
+    ),
+    ("dpurt", "all predictors, eviction by them", "predicted", ("sliding_window", "cross_request")),
     ("oracle", "knows the future: nearest use first, Belady", "belady", ("oracle",)),
 )
 POLICIES = {
@@ -76,13 +82,16 @@ def policies_named(names: str) -> list[Policy]:
     return chosen
 
 
-def make_eviction(policy: Policy, capacity: int, future: Future | None) -> EvictionPolicy:
-    """The eviction a policy runs with."""
+def make_eviction(
+    policy: Policy, capacity: int, future: Future | None, predictors: Sequence[Predictor]
+) -> EvictionPolicy:
+    """The eviction a policy runs with. `predictors` are the policy's: one of them may be the outlook."""
     assert policy.eviction is not None
     if policy.is_clairvoyant:
         assert future is not None, f"{policy.name} needs the future"
         return Belady(future.next_use)
-    return make_policy(policy.eviction, capacity)
+    outlook = next((predictor for predictor in predictors if isinstance(predictor, Returns)), None)
+    return make_policy(policy.eviction, capacity, outlook)
 
 
 def make_predictors(policy: Policy, lookahead_blocks: int, block_s: float) -> list[Predictor]:
@@ -92,7 +101,7 @@ def make_predictors(policy: Policy, lookahead_blocks: int, block_s: float) -> li
         if name == "sliding_window":
             made.append(SlidingWindow(lookahead_blocks, block_s))
         elif name == "cross_request":
-            made.append(CrossRequest(head_blocks=lookahead_blocks, block_s=block_s))
+            made.append(Returns())
     return made
 
 

@@ -557,7 +557,9 @@ def test_every_policy_is_made_by_its_name_and_starts_empty() -> None:
 
 
 def test_unknown_policy_or_senseless_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: fifo, lfu, lru, predicted, s3fifo"):
+    with pytest.raises(
+        ValueError, match="unknown eviction policy 'mru'; known: fifo, lfu, lru, predicted, s3fifo"
+    ):
         make_policy("mru", 4)
     with pytest.raises(ValueError, match="capacity"):
         make_policy("lru", 0)
