@@ -79,7 +79,7 @@ def test_decisions_fed_the_recorded_completions_are_equal_to_the_live_ones(recor
     assert verdict.decisions["fetch"] > 10
     assert verdict.decisions["victim"] > 10
     assert verdict.ledger is not None
-    assert verdict.ledger.planned > verdict.decisions["fetch"]
+    assert verdict.ledger.planned >= verdict.decisions["fetch"]
 
 
 def test_without_prefetch_the_victims_are_equal(tmp_path: Path) -> None:
@@ -120,13 +120,15 @@ def test_another_answer_of_the_tiers_gives_other_decisions(recorded: Path, tmp_p
     assert not verify(changed(recorded, tmp_path / "r", be_there)).is_equal
 
 
-def test_another_order_of_use_gives_another_victim(recorded: Path, tmp_path: Path) -> None:
+def test_another_order_of_use_gives_another_victim(tmp_path: Path) -> None:
     def swap(lines: list[r.Line]) -> None:
         inserts = [at for at, line in enumerate(lines) if isinstance(line, r.Insert)]
         a, b = inserts[0], inserts[1]
         lines[a], lines[b] = lines[b], lines[a]
 
-    assert "victim" in verify(changed(recorded, tmp_path / "r", swap)).difference
+    path = trio.run(lambda: live(tmp_path, staging={**slots(SLOTS)["staging"], "eviction": "lru"}))
+    assert verify(read_recording(path)).difference == ""
+    assert "victim" in verify(changed(path, tmp_path / "r", swap)).difference
 
 
 def test_a_killed_nodes_recording_is_fed_back_as_far_as_it_goes(recorded: Path, tmp_path: Path) -> None:
