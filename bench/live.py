@@ -1,8 +1,8 @@
 """Prefetch on a live node against its replay: `lru` and `dpurt` on the same requests, and what the replay of each recording says.
 
-A node process (`dpurt serve --record`) on a `modelled` bdev: memory that answers at a stated bandwidth and latency. Hosts over
-ZeroMQ, with real bytes (`dpurt.bench.live_hosts`). Time and bytes of an agent trace are scaled down, the same for both
-policies. Then each recording
+A node process (`dpurt serve --record --pace`) on a `modelled` bdev: memory that answers at a stated bandwidth and latency. Hosts
+over ZeroMQ, with real bytes (`dpurt.bench.live_hosts`). All clocks run so many times faster than the wall's, and an agent
+trace's blocks have fewer bytes, the same for both policies. Then each recording
 
 - is replayed (`dpurt replay RECORDING`): the engine's model of that node predicts hits and lateness;
 - is fed back (`dpurt replay RECORDING --verify`): the same cores, told the recorded completions, must decide as they did;
@@ -35,6 +35,7 @@ from dpurt.replay.recorded import Recorded, figures_of, hint_to_read_s
 from dpurt.replay.recording import Recording, read_recording, requests_of, scenario_of
 from dpurt.replay.report import Result, percentile
 from dpurt.replay.trace import Request
+from dpurt.runtime.paced_clock import PacedClock
 
 SUMMARY = (
     "prefetch on a live node with a throttled device, lru against dpurt, beside the replay of its recordings"
@@ -42,6 +43,7 @@ SUMMARY = (
 TRACE = "weka_sessions_12.jsonl.gz"
 TRACE_BLOCK_TOKENS = 2048
 WITHIN_POINTS = 2.0
+PATIENCE_S = 300.0  # of all parties, on their clock
 SPACE, HOST = "live", "live-host"
 NODE_BLOCK_TOKENS = 16  # tokens are made up from block ids, so a few a block will do
 POLICY_TABLES = {
@@ -52,7 +54,9 @@ POLICY_TABLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One experiment. Rates are of the traced system; `speed` divides its times, `block_bytes` stands for its blocks."""
+    """One experiment. Rates and times are of the traced system; `speed` is the pace of all clocks, `block_bytes` stands for its
+    blocks.
+    """
 
     span_s: float = 600.0
     speed: float = 12.0
@@ -73,23 +77,23 @@ class Setup:
 
     @property
     def live_bytes_per_s(self) -> int:
-        """The device's rate in scaled bytes and time."""
-        block_s = TRACE_BLOCK_TOKENS * self.kv_bytes_per_token / self.device_bytes_per_s / self.speed
+        """The device's rate in scaled bytes."""
+        block_s = TRACE_BLOCK_TOKENS * self.kv_bytes_per_token / self.device_bytes_per_s
         return int(self.record_bytes / block_s)
 
     @property
     def pace(self) -> Pace:
-        """The hosts' in real time."""
-        compute_s = TRACE_BLOCK_TOKENS / self.prefill_tokens_per_s / self.speed
-        return Pace(hosts=self.hosts, compute_s=compute_s, decode_step_s=self.decode_step_s / self.speed)
+        """The hosts'."""
+        compute_s = TRACE_BLOCK_TOKENS / self.prefill_tokens_per_s
+        return Pace(hosts=self.hosts, compute_s=compute_s, decode_step_s=self.decode_step_s)
 
     def requests(self) -> list[Request]:
-        """Of the trace, in real time."""
+        """Of the trace, from time 0."""
         with resources.as_file(resources.files("dpurt.bench") / "traces" / TRACE) as path:
             trace = read_trace(path, Reading(block_tokens=TRACE_BLOCK_TOKENS))
         start = trace.requests[0].timestamp_s
         return [
-            replace(request, timestamp_s=(request.timestamp_s - start) / self.speed)
+            replace(request, timestamp_s=request.timestamp_s - start)
             for request in trace.requests
             if request.timestamp_s - start < self.span_s
         ]
@@ -128,7 +132,8 @@ def run(quick: bool) -> BenchResult:
 def compare(setup: Setup) -> BenchResult:
     """The experiment."""
     requests = setup.requests()
-    lives = [play(policy, requests, setup) for policy in POLICY_TABLES]
+    with tempfile.TemporaryDirectory(prefix="dpurt-live-") as name:
+        lives = [play(policy, requests, setup, Path(name) / policy) for policy in POLICY_TABLES]
     result = BenchResult(name="live", conditions=_conditions(setup, requests, lives))
     for live in lives:
         result.figures += _figures(live, setup)
@@ -139,30 +144,32 @@ def compare(setup: Setup) -> BenchResult:
 # --- the live run -----------------------------------------------------------------------------------------------------
 
 
-def play(policy: str, requests: Sequence[Request], setup: Setup) -> Live:
-    """One policy on a node of its own."""
-    with tempfile.TemporaryDirectory(prefix="dpurt-live-") as name:
-        folder = Path(name)
-        topology, record = folder / "live.toml", folder / "node.recording"
-        topology.write_text(_topology(policy, requests, setup, folder))
-        with NodeProcess(topology, folder / "run", folder / "node.log", record=record) as node:
-            heard = trio.run(_drive, topology, node.endpoint, requests, setup)
-            stats: dict[str, Any] = node.stats()
-            node.terminate()
-        recording = read_recording(record)
-        return Live(
-            policy=policy,
-            recording=recording,
-            recorded=figures_of(recording),
-            heard=heard,
-            ledger=stats["prefetch"].get("total", {}),
-            verdict=verify(recording),
-        )
+def play(policy: str, requests: Sequence[Request], setup: Setup, folder: Path) -> Live:
+    """One policy on a node of its own, in a new folder; the recording stays there."""
+    folder.mkdir()
+    topology, record = folder / "live.toml", folder / "node.recording"
+    topology.write_text(_topology(policy, requests, setup, folder))
+    options = ["--record", str(record), "--pace", str(setup.speed)]
+    with NodeProcess(topology, folder / "run", folder / "node.log", options) as node:
+        heard = trio.run(_drive, topology, node.endpoint, requests, setup, clock=PacedClock(setup.speed))
+        stats: dict[str, Any] = node.stats()
+        node.terminate()
+    recording = read_recording(record)
+    return Live(
+        policy=policy,
+        recording=recording,
+        recorded=figures_of(recording),
+        heard=heard,
+        ledger=stats["prefetch"].get("total", {}),
+        verdict=verify(recording),
+    )
 
 
 async def _drive(topology: Path, endpoint: str, requests: Sequence[Request], setup: Setup) -> Heard:
     space = load_config(topology).to_space(SPACE)
-    async with connect(endpoint, host=HOST, spaces={SPACE: space}, fabrics=["shm"], timeout_s=20.0) as client:
+    async with connect(
+        endpoint, host=HOST, spaces={SPACE: space}, fabrics=["shm"], timeout_s=PATIENCE_S
+    ) as client:
         return await LiveHosts(client, SPACE, space, setup.pace).play(requests)
 
 
@@ -177,6 +184,7 @@ name = "live"
 run_dir = "{folder / "run"}"
 [gateway]
 bind = "tcp://127.0.0.1:0"
+session_timeout_s = {PATIENCE_S}
 [staging]
 bytes = {max(16, int(distinct * setup.staging_share)) * setup.record_bytes}
 {eviction}
@@ -186,6 +194,7 @@ kind = "modelled"
 size_bytes = {size + (64 << 10)}
 segment_bytes = {segment}
 queue_depth = {setup.queue_depth}
+deadline_s = {PATIENCE_S}
 [bdev.profile]
 read_latency_us = {round(setup.device_latency_s * 1e6)}
 write_latency_us = 0
@@ -295,8 +304,16 @@ def _gains(lives: Sequence[Live], setup: Setup) -> list[Figure]:
             target="> 0",
             holds=gained > 0,
         ),
-        Figure(name="hint to read, p50", value=percentile(latencies, 0.5) * 1e6, unit="us"),
-        Figure(name="hint to read, p99", value=percentile(latencies, 0.99) * 1e6, unit="us"),
+        Figure(
+            name="hint to read, p50",
+            value=percentile(latencies, 0.5) / setup.speed * 1e6,
+            unit="us of wall time",
+        ),
+        Figure(
+            name="hint to read, p99",
+            value=percentile(latencies, 0.99) / setup.speed * 1e6,
+            unit="us of wall time",
+        ),
     ]
 
 
@@ -322,7 +339,7 @@ def _conditions(setup: Setup, requests: Sequence[Request], lives: Sequence[Live]
         "staging_slots": lives[0].recording.header.pools[0].slots,
         "time_scale": setup.speed,
         "bytes_scale": TRACE_BLOCK_TOKENS * setup.kv_bytes_per_token / setup.block_bytes,
-        "device": f"modelled bdev, {setup.device_bytes_per_s:g} B/s and {setup.device_latency_s:g} s before scaling of time",
+        "device": f"modelled bdev, {setup.device_bytes_per_s:g} B/s and {setup.device_latency_s:g} s",
         "device_bytes_per_s_scaled": setup.live_bytes_per_s,
         "hosts": setup.hosts,
         "ledger": {live.policy: live.ledger for live in lives},
