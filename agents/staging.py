@@ -214,8 +214,11 @@ class StagingAgent(Actor[None]):
         gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
         refs = state.refs(handles, shard)
         wheres = self._want_all(state, refs, handles, shard, parts_mask, gather, deadline)
+        wanted = (
+            None if parts_mask == state.layout.all_parts else parts_mask
+        )  # as predictions name a whole block
         for ref, where in zip(refs, wheres, strict=True):
-            self.observe(Demanded(ref, sequence, where, parts_mask))
+            self.observe(Demanded(ref, sequence, where, wanted))
         if gather.missing:
             try:
                 with trio.move_on_at(deadline):

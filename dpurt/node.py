@@ -265,12 +265,17 @@ class Node:
             return None
         return PrefetchSetup(
             predictors=prefetch.predictors,
+            block_s=max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s,
             lookahead_blocks=prefetch.lookahead_blocks,
             bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
             staging_bytes=int(self.config.staging.bytes * prefetch.staging_fraction),
             queue_depth=max(1, self._queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
+
+    def _record_sizes(self) -> list[int]:
+        """Of a block of each space, with its header."""
+        return [RecordLayout.of(self.config.to_space(space.name)).record_bytes for space in self.config.space]
 
     # --- recording ---
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dpurt.core.arbiter import Arbiter, Budget, StagingView
 from dpurt.core.eviction import Outlook
 from dpurt.core.ledger import Ledger
-from dpurt.core.predictor import Predictor
+from dpurt.core.predictor import Predictor, SlidingWindow
 from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import PrefetchCore
 from dpurt.core.returns import Returns
@@ -22,9 +22,12 @@ __all__ = ["PrefetchSetup", "outlook_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchSetup:
-    """Which predictors run, and the budget they compete for. Bytes are of staging, all pools together."""
+    """Which predictors run, and the budget they compete for. Bytes are of staging, all pools together; `block_s` is the time a
+    load takes per block until one is measured.
+    """
 
     predictors: tuple[str, ...]
+    block_s: float
     lookahead_blocks: int
     bandwidth_bytes_per_s: float
     staging_bytes: int
@@ -33,7 +36,12 @@ class PrefetchSetup:
 
     def make_predictors(self) -> list[Predictor]:
         """New ones that have seen nothing."""
-        return [make_predictor(name, self.lookahead_blocks) for name in self.predictors]
+        return [self._make(name) for name in self.predictors]
+
+    def _make(self, name: str) -> Predictor:
+        if name == SlidingWindow.name:
+            return SlidingWindow(self.lookahead_blocks, self.block_s)
+        return make_predictor(name, self.lookahead_blocks)
 
     def build(self, predictors: Sequence[Predictor], view: StagingView) -> PrefetchCore:
         """A new core around them."""

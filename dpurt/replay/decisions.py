@@ -240,6 +240,7 @@ def _answers_after(lines: Sequence[r.Line], index: int) -> list[r.Answer | r.Pri
 def _setup_of(line: r.Prefetch) -> PrefetchSetup:
     return PrefetchSetup(
         predictors=line.predictors,
+        block_s=line.block_s,
         lookahead_blocks=line.lookahead_blocks,
         bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
         staging_bytes=line.staging_bytes,

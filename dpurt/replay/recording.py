@@ -7,7 +7,7 @@ cannot be replayed.
 `requests_of` makes a trace of one, for the engine: a request is an arrival with the blocks it matched and those stored for it
 later; blocks of its prompt that were never stored are blocks nobody else has. `scenario_of` is the node the recording was
 made of, in the engine's terms: its staging, its device as the completed reads measured it, its hosts and their pace as
-they were seen.
+they were seen (the link's rate stands for all a host does between one block and the next).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -198,6 +199,7 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
         block_tokens=_block_tokens(recording),
         block_bytes=spaces[0].record_bytes if spaces else base.block_bytes,
         device=measured_device(recording, base.device),
+        link_bytes_per_s=_link_rate(recording, spaces, base),
     )
     prefetch = recording.header.prefetch
     if prefetch is None:
@@ -210,6 +212,35 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
         prefetch_share=min(1.0, prefetch.staging_bytes / staging),
         min_probability=prefetch.min_probability,
     )
+
+
+def _link_rate(recording: Recording, spaces: Sequence[r.Space], base: Scenario) -> float:
+    pauses = list(host_pauses(recording.lines))
+    if not pauses or not spaces:
+        return base.link_bytes_per_s
+    return spaces[0].record_bytes / max(1e-6, fmean(pauses))
+
+
+def host_pauses(lines: Sequence[r.Line]) -> Iterator[float]:
+    """What hosts took from having a block to asking for the next one."""
+    waiting: dict[int, list[int]] = {}  # by block, sequences
+    had_at: dict[int, float] = {}  # by sequence
+    for line in lines:
+        match line:
+            case r.DemandedLine(now, block, sequence, where):
+                since = had_at.pop(sequence, None)
+                if since is not None and since < now:  # else: of the same load
+                    yield now - since
+                if where == "staging":
+                    had_at[sequence] = now
+                else:
+                    waiting.setdefault(block, []).append(sequence)
+            case r.Completed(now, block):
+                had_at.update(dict.fromkeys(waiting.pop(block, ()), now))
+            case r.StoredLine(_, sequence) | r.FinishedLine(_, sequence) | r.GoneLine(_, sequence):
+                had_at.pop(sequence, None)
+            case _:
+                pass
 
 
 def _pace(recording: Recording) -> tuple[int, float | None]:

@@ -93,6 +93,7 @@ class Prefetch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the prefetch core was put together (`dpurt.core.prefetch_setup`)."""
 
     predictors: tuple[Word, ...]
+    block_s: float
     lookahead_blocks: Count
     bandwidth_bytes_per_s: float
     staging_bytes: Count

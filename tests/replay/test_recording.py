@@ -20,7 +20,7 @@ from dpurt.wire import recording as r
 HEADER = r.Header(
     started_at=100.0, wall=1.7e9, is_fresh=True, eviction="lru",
     prefetch=r.Prefetch(
-        predictors=("sliding_window",), lookahead_blocks=8, bandwidth_bytes_per_s=1e6, staging_bytes=30_000,
+        predictors=("sliding_window",), block_s=0.01, lookahead_blocks=8, bandwidth_bytes_per_s=1e6, staging_bytes=30_000,
         queue_depth=2, min_probability=0.05,
     ),
     pools=(r.Pool(slots=3, record_bytes=20_000),),
