@@ -68,6 +68,8 @@ class Scenario:
     The block is 512 tokens of a 70B GQA model in FP8 (160 KiB a token); the link is 200 Gb/s;
     `prefetch_share` is the part of staging that prefetch may hold unused. The first `warmup_share` of the requests
     runs like the rest but is not counted in rates and times; the ledger's figures and bytes read are of the whole.
+    `as_node`: chains are touched, and predictors told what was stored, when a node does so: touched at arrival and finish,
+    told block by block; not at the end of the prefill.
     """
 
     staging_share: float = 0.05
@@ -85,6 +87,7 @@ class Scenario:
     horizon_s: float = 120.0
     warmup_share: float = 0.0
     seed: int = 0
+    as_node: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.staging_share <= 1 or not 0 <= self.prefetch_share <= 1:
@@ -303,6 +306,8 @@ class _Run:
         self._queue.append(turn)
         ahead = len(self._queue) - self._free_hosts
         expected_start = self._now + max(0, ahead) * self._service_s / self.scenario.hosts
+        if self.scenario.as_node:
+            self._touch(request.blocks[:matched])
         self._tell(Arrived(number, OWNER, request.blocks[:matched], expected_start))
         self._next_turn()
 
@@ -345,6 +350,7 @@ class _Run:
             tokens = self._tokens(turn)
             self._at(self._now + tokens / self.scenario.prefill_tokens_per_s, self._computed, turn)
             return
+        self._grown(turn)
         where = self.where(block, None)
         self._serve(turn, block, where)  # before the core may evict for a prefetch
         self._tell(Consumed(turn.number, turn.cursor, 1))
@@ -383,7 +389,18 @@ class _Run:
         if self.policy.eviction is not None and block not in self._stored:
             self._stored.add(block)
             self._keep_computed(block)
+            self._grown(turn)
         self._next_block(turn)
+
+    def _grown(self, turn: _Turn) -> None:
+        """The block at the cursor, which is stored, is the chain's from now on, if it was not."""
+        if self.scenario.as_node and turn.cursor >= turn.matched:
+            self._tell(Stored(turn.number, turn.request.blocks[turn.cursor : turn.cursor + 1]))
+
+    def _touch(self, blocks: Sequence[int]) -> None:
+        """Tail first."""
+        if self.policy.eviction is not None:
+            self.staging.policy.touch(reversed(blocks), self._now)
 
     def _keep_computed(self, block: int) -> None:
         if self.staging.reserve(block, self._now):
@@ -405,9 +422,9 @@ class _Run:
         first_token_at = self._now + self.scenario.decode_step_s
         if turn.time_slice is not None:
             self.counts.ttft_s.append(first_token_at - turn.request.timestamp_s)
-        if self.policy.eviction is not None:
-            self.staging.policy.touch(reversed(turn.request.blocks), self._now)
-        self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
+        if not self.scenario.as_node:
+            self._touch(turn.request.blocks)
+            self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
         self._at(self._end_of_decode(turn.request), self._finished, turn)
         self._service_s += 0.1 * (self._now - turn.started_at - self._service_s)
         self._free_hosts += 1
@@ -421,6 +438,8 @@ class _Run:
 
     def _finished(self, turn: _Turn) -> None:
         self._open_turns -= 1
+        if self.scenario.as_node:
+            self._touch(turn.request.blocks)
         self._tell(Finished(turn.number, turn.request.stop))
 
     def _tokens(self, turn: _Turn) -> int:
@@ -559,7 +578,7 @@ class _Run:
             "summary": self.policy.summary,
             "eviction": self.policy.eviction,
             "predictors": list(self.policy.predictors),
-            "touch_order": "tail first, when a prefill ends",
+            "touch_order": f"tail first, {'at arrival and finish' if self.scenario.as_node else 'when a prefill ends'}",
             "reads_asked_ahead_per_request": 0,
             "writes": "not charged",
         }

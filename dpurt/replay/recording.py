@@ -21,6 +21,7 @@ from statistics import fmean
 import msgspec
 
 from dpurt.core.device_model import DeviceProfile
+from dpurt.core.ledger import Ledger
 from dpurt.errors import ConfigError
 from dpurt.replay.engine import Scenario
 from dpurt.replay.lines import read_lines
@@ -200,6 +201,8 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
         block_bytes=spaces[0].record_bytes if spaces else base.block_bytes,
         device=measured_device(recording, base.device),
         link_bytes_per_s=_link_rate(recording, spaces, base),
+        horizon_s=Ledger().horizon_s,
+        as_node=True,
     )
     prefetch = recording.header.prefetch
     if prefetch is None:
