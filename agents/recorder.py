@@ -81,9 +81,7 @@ class RecorderAgent(Actor[None]):
         if self.recording is not None:
             raise ConfigError("record", f"a recording is under way, to {self.recording.path}")
         header = self._header(self._is_fresh())
-        tape = Tape(
-            self._taps.index, header.prefetch.predictors if header.prefetch else (), secrets.token_bytes(32)
-        )
+        tape = Tape(self._taps.index, header.prefetch.predictors, secrets.token_bytes(32))
         fd = _create(path)
         self.recording = Recording(path=path, fd=fd, tape=tape, is_fresh=header.is_fresh)
         self.recordings += 1

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import trio
@@ -44,6 +45,7 @@ SUMMARY = (
 TRACE = "weka_sessions_12.jsonl.gz"
 TRACE_BLOCK_TOKENS = 2048
 WITHIN_POINTS = 2.0
+SEEDS = 5  # of the replays' device and hosts
 PATIENCE_S = 300.0  # of all parties, on their clock
 SPACE, HOST = "live", "live-host"
 NODE_BLOCK_TOKENS = 16  # tokens are made up from block ids, so a few a block will do
@@ -239,24 +241,26 @@ bandwidth_bytes_per_s = {setup.live_bytes_per_s}
 # --- beside the replay ------------------------------------------------------------------------------------------------
 
 
-def predict(live: Live, policy: str, setup: Setup) -> Result:
-    """What the replay of a recording says of a policy: the recorded node, its hosts paced as they were."""
+def predict(live: Live, policy: str, setup: Setup) -> dict[str, float]:
+    """What replays of a recording say of a policy, a mean over seeds: the recorded node, its hosts paced as they were."""
     pace = setup.pace
-    base = scenario_of(live.recording, Scenario(decode_step_s=pace.decode_step_s, device=NO_JITTER))
     scenario = replace(
-        base,
+        scenario_of(live.recording, Scenario(decode_step_s=pace.decode_step_s, device=NO_TAIL)),
         hosts=pace.hosts,
         prefill_tokens_per_s=NODE_BLOCK_TOKENS / pace.compute_s,
-        prefetch_queue_depth=setup.queue_depth - 2,
     )
-    return replay(requests_of(live.recording, pace.decode_step_s), POLICIES[policy], scenario)
+    requests = requests_of(live.recording, pace.decode_step_s)
+    runs = [
+        _predicted(replay(requests, POLICIES[policy], replace(scenario, seed=seed))) for seed in range(SEEDS)
+    ]
+    return {name: fmean(run[name] for run in runs) for name in runs[0]}
 
 
-NO_JITTER = replace(Scenario().device, jitter=0.1, tail_probability=0.0)
+NO_TAIL = replace(Scenario().device, jitter=0.1, tail_probability=0.0)
 
 
 def _figures(live: Live, setup: Setup) -> list[Figure]:
-    measured, predicted = live.shares(), _predicted(predict(live, live.policy, setup))
+    measured, predicted = live.shares(), predict(live, live.policy, setup)
     figures = [
         _beside(f"{live.policy}: {name}", measured[name], predicted[name])
         for name in measured
@@ -298,8 +302,7 @@ def _gains(lives: Sequence[Live], setup: Setup) -> list[Figure]:
     """What `dpurt` is worth over `lru`, live, and as predicted from the recording made without it."""
     lru, dpurt = lives
     gained = dpurt.shares()["hits"] - lru.shares()["hits"]
-    before = _predicted(predict(lru, "lru", setup))["hits"]
-    after = _predicted(predict(lru, "dpurt", setup))["hits"]
+    before, after = (predict(lru, policy, setup)["hits"] for policy in ("lru", "dpurt"))
     latencies = list(hint_to_read_s(dpurt.recording.lines))
     return [
         Figure(

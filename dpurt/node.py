@@ -180,9 +180,9 @@ class Node:
         fabrics, off = self._fabrics(access)
         self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
         setup = self._prefetch_setup()
-        predictors = [] if setup is None else setup.make_predictors()
+        predictors = setup.make_predictors() if config.prefetch.enabled else []
         self._make_spaces(outlook_of(predictors))
-        core = None if setup is None else setup.build(predictors, self.staging)
+        core = setup.build(predictors, self.staging) if config.prefetch.enabled else None
         self.prefetch = PrefetchAgent(core, self.staging)
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
@@ -259,10 +259,8 @@ class Node:
         """Of all bdevs together."""
         return sum(spec.queue_depth for spec in self.config.bdev)
 
-    def _prefetch_setup(self) -> PrefetchSetup | None:
+    def _prefetch_setup(self) -> PrefetchSetup:
         prefetch = self.config.prefetch
-        if not prefetch.enabled:
-            return None
         return PrefetchSetup(
             predictors=prefetch.predictors,
             block_s=max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s,
@@ -289,13 +287,13 @@ class Node:
         )  # fmt: skip
 
     def _recording_header(self, is_fresh: bool) -> recording.Header:
-        setup = self._prefetch_setup()
         return recording.Header(
             started_at=trio.current_time(),
             wall=self.wall(trio.current_time()),
             is_fresh=is_fresh,
             eviction=self.config.staging.eviction,
-            prefetch=None if setup is None else recording.Prefetch(**asdict(setup)),
+            has_prefetch=self.config.prefetch.enabled,
+            prefetch=recording.Prefetch(**asdict(self._prefetch_setup())),
             pools=tuple(
                 recording.Pool(slots=slab.pool.num_slots, record_bytes=slab.stride)
                 for slab in self.staging.slabs

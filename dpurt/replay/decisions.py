@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dpurt.core.events import Where
 from dpurt.core.eviction import EvictionPolicy, make_policy
 from dpurt.core.ledger import Totals
@@ -147,11 +149,11 @@ class _Replay:
         header = recording.header
         self._lines = recording.lines
         self._view = _TapeView(self._compare_price)
-        setup = None if header.prefetch is None else _setup_of(header.prefetch)
-        predictors = [] if setup is None else setup.make_predictors()
+        setup = PrefetchSetup(**msgspec.structs.asdict(header.prefetch))
+        predictors = setup.make_predictors() if header.has_prefetch else []
         outlook = outlook_of(predictors)
-        self.core: PrefetchCore | None = None if setup is None else setup.build(predictors, self._view)
-        self._predictors = () if header.prefetch is None else header.prefetch.predictors
+        self.core: PrefetchCore | None = setup.build(predictors, self._view) if header.has_prefetch else None
+        self._predictors = header.prefetch.predictors
         self._policies: list[EvictionPolicy] = [
             make_policy(header.eviction, pool.slots, outlook) for pool in header.pools
         ]
@@ -235,15 +237,3 @@ def _answers_after(lines: Sequence[r.Line], index: int) -> list[r.Answer | r.Pri
         elif not isinstance(line, r.Space | r.Block):
             break
     return answers
-
-
-def _setup_of(line: r.Prefetch) -> PrefetchSetup:
-    return PrefetchSetup(
-        predictors=line.predictors,
-        block_s=line.block_s,
-        lookahead_blocks=line.lookahead_blocks,
-        bandwidth_bytes_per_s=line.bandwidth_bytes_per_s,
-        staging_bytes=line.staging_bytes,
-        queue_depth=line.queue_depth,
-        min_probability=line.min_probability,
-    )

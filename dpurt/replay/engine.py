@@ -22,6 +22,7 @@ equal scenarios give equal results.
 from __future__ import annotations
 
 import heapq
+import random
 import time
 from bisect import bisect_left
 from collections import deque
@@ -69,7 +70,8 @@ class Scenario:
     `prefetch_share` is the part of staging that prefetch may hold unused. The first `warmup_share` of the requests
     runs like the rest but is not counted in rates and times; the ledger's figures and bytes read are of the whole.
     `as_node`: chains are touched, and predictors told what was stored, when a node does so: touched at arrival and finish,
-    told block by block; not at the end of the prefill.
+    told block by block; not at the end of the prefill. `pauses_s`: what a host takes from having a block to asking for the next, and
+    from its start to the first; one of these each time, by the seed, instead of the time the link takes.
     """
 
     staging_share: float = 0.05
@@ -88,6 +90,7 @@ class Scenario:
     warmup_share: float = 0.0
     seed: int = 0
     as_node: bool = False
+    pauses_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.staging_share <= 1 or not 0 <= self.prefetch_share <= 1:
@@ -172,6 +175,7 @@ class _Run:
         self._asking: dict[int, list[_Turn]] = {}
         self._useful_reads = 0  # reads some host waited for, and prefetches used
         self._load_s = scenario.block_bytes / scenario.link_bytes_per_s
+        self._random = random.Random(scenario.seed)
         self._recompute_s = scenario.block_tokens / scenario.prefill_tokens_per_s
         self._future = Future(requests) if policy.is_clairvoyant else None
         self._predictors = self._make_predictors()
@@ -335,7 +339,8 @@ class _Run:
             self._free_hosts -= 1
             turn = self._queue.popleft()
             turn.started_at = self._now
-            self._at(self._now, self._ask, turn)
+            start = self._now + (self._pause() if self.scenario.pauses_s else 0.0)
+            self._at(start, self._ask, turn)
 
     def _ask(self, turn: _Turn) -> None:
         """The host asks for the block at the cursor."""
@@ -376,9 +381,13 @@ class _Run:
             self.counts.stall_s += self._now - turn.asked_at
         if block in self.staging:
             self.staging.hold(block)
-            self._at(self._now + self._load_s, self._loaded, turn)
+            self._at(self._now + self._pause(), self._loaded, turn)
         else:
-            self._at(self._now + self._load_s, self._next_block, turn)  # read past a full staging
+            self._at(self._now + self._pause(), self._next_block, turn)  # read past a full staging
+
+    def _pause(self) -> float:
+        pauses = self.scenario.pauses_s
+        return self._random.choice(pauses) if pauses else self._load_s
 
     def _loaded(self, turn: _Turn) -> None:
         self.staging.unhold(turn.request.blocks[turn.cursor])

@@ -46,7 +46,7 @@ def _header_problems(recording: Recording) -> Iterator[str]:
     header = recording.header
     where = f"{recording.path}:1"
     known = set(get_args(Predictor))
-    unknown = [name for name in (header.prefetch.predictors if header.prefetch else ()) if name not in known]
+    unknown = [name for name in header.prefetch.predictors if name not in known]
     if unknown:
         yield f"{where}: expected known predictors, got {', '.join(unknown)}"
     if header.eviction not in POLICIES:
@@ -129,7 +129,7 @@ class _Names:
 
     def _predictor(self, line: r.Fetched) -> Iterator[str]:
         prefetch = self.recording.header.prefetch
-        if prefetch is None or line.predictor >= len(prefetch.predictors):
+        if line.predictor >= len(prefetch.predictors):
             yield f"predictor {line.predictor} is not in the header"
 
     def _space_of(self, block: int) -> r.Space | None:

@@ -7,7 +7,7 @@ cannot be replayed.
 `requests_of` makes a trace of one, for the engine: a request is an arrival with the blocks it matched and those stored for it
 later; blocks of its prompt that were never stored are blocks nobody else has. `scenario_of` is the node the recording was
 made of, in the engine's terms: its staging, its device as the completed reads measured it, its hosts and their pace as
-they were seen (the link's rate stands for all a host does between one block and the next).
+they were seen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 
@@ -32,6 +31,7 @@ from dpurt.wire import recording as r
 __all__ = ["Recording", "is_recording", "read_recording", "requests_of", "scenario_of"]
 
 BASE = Scenario()
+QUANTILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +200,11 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
         block_tokens=_block_tokens(recording),
         block_bytes=spaces[0].record_bytes if spaces else base.block_bytes,
         device=measured_device(recording, base.device),
-        link_bytes_per_s=_link_rate(recording, spaces, base),
+        pauses_s=_quantiles(list(host_pauses(recording.lines))),
         horizon_s=Ledger().horizon_s,
         as_node=True,
     )
     prefetch = recording.header.prefetch
-    if prefetch is None:
-        return scenario
     staging = sum(pool.slots * pool.record_bytes for pool in recording.header.pools)
     return replace(
         scenario,
@@ -217,11 +215,9 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
     )
 
 
-def _link_rate(recording: Recording, spaces: Sequence[r.Space], base: Scenario) -> float:
-    pauses = list(host_pauses(recording.lines))
-    if not pauses or not spaces:
-        return base.link_bytes_per_s
-    return spaces[0].record_bytes / max(1e-6, fmean(pauses))
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    """The distribution in a few numbers; none without values."""
+    return tuple(percentile(values, (i + 0.5) / QUANTILES) for i in range(QUANTILES)) if values else ()
 
 
 def host_pauses(lines: Sequence[r.Line]) -> Iterator[float]:
@@ -266,9 +262,7 @@ def measured_device(recording: Recording, base: DeviceProfile) -> DeviceProfile:
     """The device as it was seen: bandwidth as it is modelled or as the node was told, latency from the reads' completions."""
     header = recording.header
     device = header.devices[0]
-    rate = device.read_bytes_per_s or (
-        header.prefetch.bandwidth_bytes_per_s if header.prefetch else base.read_bytes_per_s
-    )
+    rate = device.read_bytes_per_s or header.prefetch.bandwidth_bytes_per_s
     latencies = list(read_latencies(recording.lines, rate))
     return replace(
         base,

@@ -118,7 +118,9 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The first line. `is_fresh`: the node had done nothing before, so decisions can be replayed from here."""
+    """The first line. `is_fresh`: the node had done nothing before, so decisions can be replayed from here. `prefetch` holds
+    where `has_prefetch`, or would.
+    """
 
     format: Literal["dpurt-recording"] = "dpurt-recording"
     version: Literal[1] = 1
@@ -126,7 +128,8 @@ class Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wall: float
     is_fresh: bool
     eviction: Word
-    prefetch: Prefetch | None
+    has_prefetch: bool
+    prefetch: Prefetch
     pools: tuple[Pool, ...]
     devices: tuple[Device, ...]
 

@@ -18,7 +18,7 @@ from dpurt.replay.recording import read_recording, requests_of, scenario_of
 from dpurt.wire import recording as r
 
 HEADER = r.Header(
-    started_at=100.0, wall=1.7e9, is_fresh=True, eviction="lru",
+    started_at=100.0, wall=1.7e9, is_fresh=True, eviction="lru", has_prefetch=True,
     prefetch=r.Prefetch(
         predictors=("sliding_window",), block_s=0.01, lookahead_blocks=8, bandwidth_bytes_per_s=1e6, staging_bytes=30_000,
         queue_depth=2, min_probability=0.05,

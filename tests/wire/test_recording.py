@@ -86,9 +86,14 @@ def test_a_line_with_anything_else_is_refused(line: bytes) -> None:
 
 
 def test_a_header_with_an_unknown_field_is_refused() -> None:
+    prefetch = r.Prefetch(
+        predictors=("hint",), block_s=0.1, lookahead_blocks=1, bandwidth_bytes_per_s=1.0, staging_bytes=1,
+        queue_depth=1, min_probability=0.1,
+    )  # fmt: skip
     header = r.Header(
-        started_at=1.0, wall=2.0, is_fresh=True, eviction="lru", prefetch=None, pools=(), devices=()
-    )
+        started_at=1.0, wall=2.0, is_fresh=True, eviction="lru", has_prefetch=True, prefetch=prefetch, pools=(),
+        devices=(),
+    )  # fmt: skip
     fields = msgspec.json.decode(r.encode(header), type=dict[str, object])
     assert r.decode_header(r.encode(header)) == header
     with pytest.raises(msgspec.DecodeError, match="model"):
