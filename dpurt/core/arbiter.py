@@ -143,6 +143,7 @@ _Key = tuple[
 SURE = 0.5
 CERTAIN = 0.9
 NEVER = float("-inf")
+NOT_BY_ITSELF = float("inf")
 
 
 class _Waiting(NamedTuple):
@@ -193,6 +194,7 @@ class Arbiter:
         self._tokens_at: float = NEVER
         self._demand_at: float = NEVER  # when demand reads were last seen queued
         self._wakeup: float | None = None
+        self._blocked_until: float = NEVER
 
     def plan(self, predictions: Iterable[Prediction], view: StagingView, now: float) -> Plan:
         """Admit or refuse each prediction, then issue what the budget allows."""
@@ -215,6 +217,7 @@ class Arbiter:
         """A flying job landed or failed: it leaves the queue. Its bytes stay held until `release`."""
         job = self._flying.pop(number)
         self.flying_bytes -= job.record_bytes
+        self._blocked_until = NEVER
         del self._job_of[job.prediction.block, job.prediction.parts_mask]
         return job
 
@@ -222,11 +225,16 @@ class Arbiter:
         """Bytes of an answered job are not held for prefetch any more: used, evicted, useless, or never
         came."""
         self.held_bytes -= num_bytes
+        self._blocked_until = NEVER
         assert self.held_bytes >= 0, "released more than was held"
 
     def learn(self, predictor: str, probability: float, used: bool) -> None:
         """An issued job of this predictor was used, or was not."""
         self._record(predictor).learn(probability, used)
+
+    def is_ready(self, now: float) -> bool:
+        """Something waits, and might be issued: the last `plan` ended for a reason that may be gone."""
+        return bool(self._waiting) and now >= self._blocked_until
 
     def waiting_on(self, block: int, parts_mask: int | None) -> int | None:
         """The waiting job for exactly these parts of the block."""
@@ -346,6 +354,7 @@ class Arbiter:
 
     def _issue(self, view: StagingView, now: float, plan: Plan) -> None:
         self._wakeup = None
+        self._blocked_until = now
         if not self._waiting:
             self._order.clear()
             return
@@ -357,15 +366,19 @@ class Arbiter:
         spendable = self._tokens - backlog
         quiet_at = self._demand_at + self.budget.quiet_s
         while (waiting := self._first(view, now, plan)) is not None:
-            if len(self._flying) >= self.budget.queue_depth or waiting.job.record_bytes > room:
+            if len(self._flying) >= self.budget.queue_depth:
+                self._blocked_until = NOT_BY_ITSELF
                 break
+            if waiting.job.record_bytes > room:
+                break  # until any event: leases end without one of ours
             if now < quiet_at and not self._is_pressing(waiting, now):
-                self._wakeup = quiet_at
+                self._wakeup = self._blocked_until = quiet_at
                 break
             if spendable <= 0:
                 # demand reads end without an event of ours: look again soon, not when tokens alone allow
                 wait_s = (1 - spendable) / self.budget.bandwidth_bytes_per_s
                 self._wakeup = now + max(wait_s, self.budget.burst_s / 4)
+                self._blocked_until = now if backlog else now + wait_s
                 break
             self._launch(waiting, plan)
             room -= waiting.job.record_bytes

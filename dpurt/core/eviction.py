@@ -364,11 +364,15 @@ class Predicted(Lru):
 
         leaving: worth least first, as ranked at `_ranked_at`   | the other resident blocks
           less those touched, held, protected or gone since     |   held, newer than the ranking, or worth more
+
+    A block that came since the ranking and is worth less than the next victim goes before it, once nobody holds it:
+    what was read for a request, which has used it, should not push out what others will want.
     """
 
     name = "predicted"
     REFRESH_S = 1.0
     AGAIN_S = 0.25  # when the list has run out
+    BATCH = 16  # newcomers looked at in one go
 
     def __init__(self, capacity: int, outlook: Outlook) -> None:
         super().__init__(capacity)
@@ -376,10 +380,18 @@ class Predicted(Lru):
         self._batch = max(64, capacity // 8)
         self._leaving: OrderedDict[int, float] = OrderedDict()
         self._ranked_at = -math.inf
+        self._came: set[int] = set()  # since the ranking
+        self._at_rest: dict[int, None] = {}  # those of them that were let go
 
     def insert(self, block: int, now: float) -> None:
         super().insert(block, now)
         self._outlook.came(block)
+        self._came.add(block)
+
+    def unhold(self, block: int) -> None:
+        super().unhold(block)
+        if block in self._came:
+            self._at_rest[block] = None
 
     def touch(self, blocks: Iterable[int], now: float) -> None:
         blocks = tuple(blocks)
@@ -399,11 +411,15 @@ class Predicted(Lru):
     def remove(self, block: int, *, evicted: bool) -> None:
         super().remove(block, evicted=evicted)
         self._leaving.pop(block, None)
+        self._came.discard(block)
+        self._at_rest.pop(block, None)
         self._outlook.left(block)
 
     def _first_to_leave(self, now: float, protect: Protect | None) -> int | None:
         if now - self._ranked_at >= self.REFRESH_S:
             self._rank_all(now)
+        elif len(self._at_rest) >= self.BATCH:
+            self._put_first(now)
         first = self._first_listed(protect)
         if first is None and now - self._ranked_at >= self.AGAIN_S:
             self._rank_all(now)
@@ -420,8 +436,20 @@ class Predicted(Lru):
             del leaving[block]
         return None
 
+    def _put_first(self, now: float) -> None:
+        """Newcomers at rest that are worth less than the next victim."""
+        price = next(iter(self._leaving.values()), 0.0)
+        blocks = [block for block in self._at_rest if block not in self._held]
+        self._at_rest.clear()
+        for block, worth in zip(blocks, self._outlook.worth(blocks, now).tolist(), strict=True):
+            if worth < price:
+                self._leaving[block] = worth
+                self._leaving.move_to_end(block, last=False)
+
     def _rank_all(self, now: float) -> None:
         self._ranked_at = now
+        self._came.clear()
+        self._at_rest.clear()
         blocks = self._order.unheld_blocks()
         worth = self._outlook.worth(blocks, now)
         first = np.argsort(worth, kind="stable")[: self._batch].tolist()

@@ -151,7 +151,7 @@ class PrefetchCore:
         if react is not None:
             react(event, now)
         predictions = self._ask(self._listeners_of(kind), event, now)
-        if predictions or self.arbiter.num_waiting:
+        if predictions or self.arbiter.is_ready(now):
             self._plan(predictions, now)
         return self._take_commands()
 

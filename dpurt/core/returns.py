@@ -16,7 +16,8 @@ is often partial and changes, counts for as often as it was seen again.
 
 As an `Outlook` it answers `worth`, and is told what is resident (`came`, `left`). As a `Predictor` it looks around every
 `LOOK_S` and predicts absent blocks, as long as each is worth more than the block which would have to leave for it by
-`MARGIN`; no more in a look than `GROWTH` times what landed since the last one, since more cannot be fetched.
+`MARGIN`; no more in a look than `GROWTH` times what landed since the last one, since more cannot be fetched. With
+`fetches` false it is an outlook only.
 
 A request continues the stream that last held the last block it matched, if it matched all of it but its last two
 blocks, or the better half (a conversation that was compacted); otherwise it begins a new one. A pause inside a request
@@ -30,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,6 +179,7 @@ class _Slots:
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
         self.learned: Ints = np.zeros(num_slots, np.int64)  # age bins whose exposure is booked
         self.stop: Ints = np.zeros(num_slots, np.int64)
+        self.chance: Floats = np.zeros(num_slots)  # of a return within the window, as last computed
 
 
 class Returns:
@@ -197,11 +200,17 @@ class Returns:
     POPULAR_S = 600.0  # how long a new conversation on a branch speaks for more of them
 
     def __init__(
-        self, prior: Forest | None = None, window_s: float = 10.0, max_streams: int = 16_384
+        self,
+        prior: Forest | None = None,
+        window_s: float = 10.0,
+        max_streams: int = 16_384,
+        *,
+        fetches: bool = True,
     ) -> None:
         if window_s <= 0 or max_streams < 64:
             raise ValueError("window_s must be > 0 and max_streams >= 64")
         self.window_s = window_s
+        self._fetches = fetches
         self._model = ReturnModel(prior)
         self._running_model = Running(window_s)
         self._rows = _Rows()
@@ -235,9 +244,9 @@ class Returns:
     def worth(self, blocks: Sequence[int], now: float) -> Floats:
         self._refresh(now)
         self._asked_at = now
-        of, known = self._rows.of, len(self._worth)
-        rows = np.fromiter((of.get(block, known) for block in blocks), np.int64, len(blocks))
-        return np.append(self._worth, 0.0)[np.minimum(rows, known)]
+        self._grow_worth()
+        known = np.fromiter(map(self._rows.of.get, blocks, repeat(-1)), np.int64, len(blocks))
+        return np.where(known < 0, 0.0, self._worths(known))
 
     # --- the predictor
 
@@ -294,9 +303,10 @@ class Returns:
         else:
             self._branch(rows, now)
         self._of_sequence[sequence] = stream
+        self._slots.chance[stream.slot] = self._chances(np.array([stream.slot]), now)[0]
         self._append(stream, rows)
         self._rows.ahead[rows] += 1
-        if self._look_at is None:
+        if self._look_at is None and self._fetches:
             self._look_at = now + self.LOOK_S
 
     def _begin(self, sequence: int, owner: Owner, rows: Sequence[int], now: float) -> _Stream:
@@ -304,7 +314,7 @@ class Returns:
             self._shed(now)
         slot = self._free_slots.pop()
         slots = self._slots
-        slots.state[slot], slots.since[slot], slots.stop[slot] = RUNNING, now, 0
+        slots.state[slot], slots.since[slot], slots.stop[slot], slots.chance[slot] = RUNNING, now, 0, 0.0
         stream = self._streams[slot] = _Stream(slot, sequence, owner, [], len(rows), 1, now)
         return stream
 
@@ -358,6 +368,13 @@ class Returns:
             self._popular_from = now
         self._rows.popular[rows] += math.exp((now - self._popular_from) / self.POPULAR_S)
 
+    def _expect(self, stream: _Stream, chance: float) -> None:
+        """Its blocks' worths follow at once; all that age changes follows with the next refresh."""
+        slots, slot = self._slots, stream.slot
+        self._grow_worth()
+        self._worth[stream.rows] += chance - slots.chance[slot]
+        slots.chance[slot] = chance
+
     def _append(self, stream: _Stream, rows: list[int], tail: float = 1.0) -> None:
         """Blocks that follow the stream's; the last of them counts for `tail`."""
         if not rows:
@@ -373,6 +390,8 @@ class Returns:
         weights[-1] *= tail
         self._pairs.add(rows, stream.slot, weights)
         self._live_pairs += len(rows)
+        self._grow_worth()
+        self._worth[rows] += self._slots.chance[stream.slot]
 
     def _pass(self, stream: _Stream, cursor: int) -> None:
         """The request under way has read its blocks before the cursor, or will not."""
@@ -409,6 +428,7 @@ class Returns:
         slots.risk[slot, 1:] = np.cumsum(hazards * np.diff(AGE_EDGES))
         slots.stop[slot] = stream.stop
         stream.ended_at = now
+        self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -417,11 +437,14 @@ class Returns:
 
     def _resumed(self, stream: _Stream, now: float) -> None:
         stream.teaches = True
-        self._slots.state[stream.slot], self._slots.since[stream.slot] = RUNNING, now
+        slots, slot = self._slots, stream.slot
+        slots.state[slot], slots.since[slot] = RUNNING, now
+        self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
 
     def _end(self, stream: _Stream) -> None:
         """Nobody will continue it: its pairs count for nothing, and go with the next weeding."""
         self._pass(stream, len(stream.rows))
+        self._expect(stream, 0.0)
         self._slots.state[stream.slot] = DEAD
         self._live_pairs -= len(stream.rows)
         del self._streams[stream.slot]
@@ -430,9 +453,8 @@ class Returns:
 
     def _shed(self, now: float) -> None:
         """Make room: weed, and if that frees no slot drop the idle streams least likely to return."""
-        chances = self._chances(now)
         idle = np.flatnonzero(self._slots.state == IDLE)
-        worst = idle[np.argsort(chances[idle], kind="stable")][: max(1, len(idle) // 8)]
+        worst = idle[np.argsort(self._chances(idle, now), kind="stable")][: max(1, len(idle) // 8)]
         for slot in worst.tolist():
             self._end(self._streams[slot])
         self._weed()
@@ -472,22 +494,33 @@ class Returns:
         if self._pairs.used - self._live_pairs > self._pairs.used // 2 + 1024:
             self._weed()
         num_rows = len(self._rows)
-        worth = self._pairs.totals(self._chances(now), num_rows)
+        live = np.flatnonzero(self._slots.state != DEAD)
+        self._slots.chance[live] = self._chances(live, now)
         share = self.window_s / self.POPULAR_S * math.exp((self._popular_from - now) / self.POPULAR_S)
-        worth += share * self._rows.popular[:num_rows]
-        worth += self._rows.ahead[:num_rows]
-        worth *= self._rows.exists[:num_rows]
-        self._worth, self._worth_at = worth, now
+        self._grow_worth()
+        self._worth[:num_rows] = self._pairs.totals(self._slots.chance, num_rows)
+        self._worth[:num_rows] += share * self._rows.popular[:num_rows]
+        self._worth_at = now
 
-    def _chances(self, now: float) -> Floats:
-        """By slot: the chance of a return within the window."""
+    def _grow_worth(self) -> None:
+        missing = len(self._rows.block) - len(self._worth)
+        if missing:
+            self._worth = np.concatenate([self._worth, np.zeros(missing)])
+
+    def _worths(self, rows: Ints) -> Floats:
+        """As of the last refresh, but for streams that came or ended and blocks that were read since."""
+        ahead, exists = self._rows.ahead[rows], self._rows.exists[rows]
+        return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
+
+    def _chances(self, live: Ints, now: float) -> Floats:
+        """Of a return within the window, for these slots of running and idle streams."""
         slots = self._slots
-        chances = np.zeros(len(slots.state))
-        idle = np.flatnonzero(slots.state == IDLE)
-        ages = np.maximum(0.0, now - slots.since[idle])
-        chances[idle] = -np.expm1(self._risk(idle, ages) - self._risk(idle, ages + self.window_s))
-        running = np.flatnonzero(slots.state == RUNNING)
-        chances[running] = self._running_model.probability(slots.stop[running], now - slots.since[running])
+        ages = np.maximum(0.0, now - slots.since[live])
+        is_idle = slots.state[live] == IDLE
+        chances = np.empty(len(live))
+        idle, age = live[is_idle], ages[is_idle]
+        chances[is_idle] = -np.expm1(self._risk(idle, age) - self._risk(idle, age + self.window_s))
+        chances[~is_idle] = self._running_model.probability(slots.stop[live[~is_idle]], ages[~is_idle])
         return chances
 
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
@@ -522,8 +555,9 @@ class Returns:
     def _wanted(self, is_full: bool) -> Ints:
         """Rows worth fetching, the best first: in a full staging each worth more, by a margin, than the resident one it
         would push out."""
-        rows, worth = self._rows, self._worth
-        resident = rows.resident[: len(worth)] > 0
+        self._grow_worth()
+        worth = self._worths(np.arange(len(self._rows)))
+        resident = self._rows.resident[: len(worth)] > 0
         absent = np.flatnonzero(~resident & (worth > self.FLOOR))
         if len(absent) > self._reach:
             absent = absent[np.argpartition(-worth[absent], self._reach)[: self._reach]]
@@ -538,7 +572,7 @@ class Returns:
         return best[:num_worth_it]
 
     def _prediction(self, row: int, now: float) -> Prediction:
-        worth = float(self._worth[row])
+        worth = float(self._worths(np.array([row]))[0])
         stream = self._rows.latest[row]
         owner = NOBODY if stream is None else stream.owner
         lasting = 1.0 - (1.0 - min(1.0, worth)) ** self.LASTING

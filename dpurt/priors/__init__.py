@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dpurt.core.return_model import Forest
 __all__ = ["load_forest", "shipped_returns"]
 
 
+@functools.cache
 def shipped_returns() -> Forest:
     """The prior for the return of conversations that the package ships."""
     with as_file(files(__name__) / "returns.npz") as path:

@@ -58,6 +58,14 @@ def byte_rate(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def seconds(text: str) -> float:
+    """A time from 0."""
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
+    return value
+
+
 def tokens(text: str) -> int:
     """A number of tokens, binary units: 128K is 131,072."""
     match = re.fullmatch(r"(\d+)([KM]?)", text)
@@ -127,6 +135,14 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
         help=f"blocks a predictor looks ahead (default: {base.lookahead_blocks}); layers on an attention trace (1)",
     )
     _sweepable(group, "--budget", positive, base.prefetch_queue_depth, "N", "prefetches in flight at once")
+    _sweepable(
+        group,
+        "--hint-lead",
+        seconds,
+        base.hint_lead_s,
+        "S",
+        "the router's hint precedes the engine's start by",
+    )
     _sweepable(group, "--seed", int, base.seed, "S", "of the device's jitter")
     group.add_argument(
         "--model", choices=sorted(KV_MODELS), default="llama-3-70b", help="(default: %(default)s)"
@@ -207,10 +223,13 @@ def scenarios_of(args: argparse.Namespace, trace: Trace, recorded: Scenario | No
             device=device,
             lookahead_blocks=lookahead,
             prefetch_queue_depth=budget,
+            hint_lead_s=lead,
             seed=seed,
         )
         for device in _devices(args.device, args.bandwidth)
-        for staging, lookahead, budget, seed in product(args.staging, lookaheads, args.budget, args.seed)
+        for staging, lookahead, budget, lead, seed in product(
+            args.staging, lookaheads, args.budget, args.hint_lead, args.seed
+        )
     ]
 
 

@@ -67,7 +67,8 @@ class Scenario:
     """Everything a replay depends on but trace and policy.
 
     The block is 512 tokens of a 70B GQA model in FP8 (160 KiB a token); the link is 200 Gb/s;
-    `prefetch_share` is the part of staging that prefetch may hold unused. The first `warmup_share` of the requests
+    `prefetch_share` is the part of staging that prefetch may hold unused; `hint_lead_s` how long before an engine has a
+    request the router told of it: the trace's times are then those of the router. The first `warmup_share` of the requests
     runs like the rest but is not counted in rates and times; the ledger's figures and bytes read are of the whole.
     `as_node`: chains are touched, and predictors told what was stored, when a node does so: touched at arrival and finish,
     told block by block; not at the end of the prefill. `pauses_s`: what a host takes from having a block to asking for the next, and
@@ -82,9 +83,10 @@ class Scenario:
     prefill_tokens_per_s: float = 10_000.0
     link_bytes_per_s: float = 25e9
     decode_step_s: float = 0.03
-    lookahead_blocks: int = 16
+    lookahead_blocks: int = 256
     prefetch_queue_depth: int = 4
     prefetch_share: float = 0.5
+    hint_lead_s: float = 0.0
     min_probability: float = 0.05
     horizon_s: float = 120.0
     warmup_share: float = 0.0
@@ -97,6 +99,8 @@ class Scenario:
             raise ValueError("staging_share must lie in (0, 1] and prefetch_share in [0, 1]")
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
+        if self.hint_lead_s < 0:
+            raise ValueError(f"hint_lead_s must be >= 0, got {self.hint_lead_s}")
         if self.hosts < 1 or self.block_bytes < 1 or self.block_tokens < 1:
             raise ValueError("hosts, block_bytes and block_tokens must be >= 1")
         if min(self.prefill_tokens_per_s, self.link_bytes_per_s, self.decode_step_s) <= 0:
@@ -307,12 +311,19 @@ class _Run:
         turn = _Turn(number, request, matched, self.slices.of(number))
         self._count_match(turn)
         self._open_turns += 1
-        self._queue.append(turn)
-        ahead = len(self._queue) - self._free_hosts
-        expected_start = self._now + max(0, ahead) * self._service_s / self.scenario.hosts
+        lead_s = self.scenario.hint_lead_s
+        ahead = 1 + len(self._queue) - self._free_hosts
+        expected_start = self._now + lead_s + max(0, ahead) * self._service_s / self.scenario.hosts
         if self.scenario.as_node:
             self._touch(request.blocks[:matched])
         self._tell(Arrived(number, OWNER, request.blocks[:matched], expected_start))
+        if lead_s:
+            self._at(self._now + lead_s, self._enqueue, turn)
+        else:
+            self._enqueue(turn)
+
+    def _enqueue(self, turn: _Turn) -> None:
+        self._queue.append(turn)
         self._next_turn()
 
     def _count_match(self, turn: _Turn) -> None:

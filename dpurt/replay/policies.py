@@ -29,19 +29,21 @@ from dpurt.core.eviction import Belady, EvictionPolicy, make_policy
 from dpurt.core.predictor import Prediction, Predictor, SlidingWindow
 from dpurt.core.returns import Returns
 from dpurt.errors import ConfigError
+from dpurt.priors import shipped_returns
 from dpurt.replay.future import Future
 from dpurt.replay.staging import ReplayStaging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """`eviction` None: nothing is kept, every block is recomputed. `predictors`: names, empty for demand
-    only."""
+    """`eviction` None: nothing is kept, every block is recomputed. `predictors`: names, empty for demand only.
+    `has_prior`: of conversations' returns it knows what the package ships, else only what it learns in the trace."""
 
     name: str
     summary: str
     eviction: str | None
     predictors: tuple[str, ...] = ()
+    has_prior: bool = True
 
     @property
     def is_clairvoyant(self) -> bool:
@@ -63,11 +65,19 @@ _TABLE = (
         "predicted",
         ("cross_request",),
     ),
+    ("predicted", "on demand, the one least likely to be used soon leaves", "predicted", ("outlook",)),
     ("dpurt", "all predictors, eviction by them", "predicted", ("sliding_window", "cross_request")),
+    ("dpurt_fresh", "the same, learning from nothing", "predicted", ("sliding_window", "cross_request")),
     ("oracle", "knows the future: nearest use first, Belady", "belady", ("oracle",)),
 )
 POLICIES = {
-    name: Policy(name=name, summary=summary, eviction=eviction, predictors=predictors)
+    name: Policy(
+        name=name,
+        summary=summary,
+        eviction=eviction,
+        predictors=predictors,
+        has_prior=name != "dpurt_fresh",
+    )
     for name, summary, eviction, predictors in _TABLE
 }
 
@@ -97,11 +107,14 @@ def make_eviction(
 def make_predictors(policy: Policy, lookahead_blocks: int, block_s: float) -> list[Predictor]:
     """The predictors of a policy but the oracle's, which the engine makes around its own state."""
     made: list[Predictor] = []
+    prior = shipped_returns() if policy.has_prior else None
     for name in policy.predictors:
         if name == "sliding_window":
             made.append(SlidingWindow(lookahead_blocks, block_s))
         elif name == "cross_request":
-            made.append(Returns())
+            made.append(Returns(prior))
+        elif name == "outlook":
+            made.append(Returns(prior, fetches=False))
     return made
 
 

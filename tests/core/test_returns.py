@@ -362,7 +362,7 @@ class Machine(RuleBasedStateMachine):
         returns = self.returns
         returns._worth_at = -math.inf
         found = returns.worth(list(range(20)), self.now)
-        chances = returns._chances(self.now)
+        chances = returns._slots.chance
         for block in range(20):
             row = returns._rows.of.get(block)
             least = most = 0.0
