@@ -35,7 +35,7 @@ from dpurt.core.events import (
     Stored,
 )
 from dpurt.core.identity import PartRun
-from dpurt.errors import BdevError, RemoteProtocolError
+from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
 from dpurt.runtime.actor import Actor
 from dpurt.transport import CurveServer, SocketOptions, ZmqSocket, open_context, serve_zap, user_id
 from dpurt.wire import messages as m
@@ -48,6 +48,7 @@ from .refusals import RefusalLog
 from .sessions import Scope, Session
 from .spaces import SpaceState
 from .staging import Acquired, StagingAgent
+from .tape import Tape
 
 log = structlog.get_logger()
 WATCH_S = 0.25
@@ -88,6 +89,8 @@ class GatewayAgent(Actor[None]):
         self._refusal_log = RefusalLog()
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
+        self.on_record: Callable[[str], Awaitable[m.RecordReply]]
+        self.tape: Tape | None = None
         self._socket: ZmqSocket | None = None
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
@@ -259,6 +262,8 @@ class GatewayAgent(Actor[None]):
         refs = state.refs(scope.handles.tolist(), scope.shard)
         self._staging.touch(state, refs, scope.used_at)
         self._intake.offer_again(state, ids, scope.shard)
+        if self.tape is not None:
+            self.tape.prompt(scope.sequence, state.number, *_lengths(scope))
         self._observe(Arrived(scope.sequence, Owner(state.name, state.space.tenant), tuple(refs)))
 
     def _hint(self, session: Session, hint: m.Hint) -> m.Reply | None:
@@ -489,6 +494,8 @@ class GatewayAgent(Actor[None]):
             return m.ErrorReply(id=request.id, code=refusal.code, message=refusal.message)
         except BdevError as error:
             return m.ErrorReply(id=request.id, code="device", message=str(error))
+        except ConfigError as error:
+            return m.ErrorReply(id=request.id, code="cannot", message=str(error))
 
     async def _administer(self, request: m.AdminRequest) -> m.Reply:
         if isinstance(request, m.Stats):
@@ -498,6 +505,10 @@ class GatewayAgent(Actor[None]):
         if isinstance(request, m.Drain):
             self.on_drain()
             return m.Ok(id=request.id)
+        if isinstance(request, m.Record):
+            reply = await self.on_record(request.path)
+            reply.id = request.id
+            return reply
         state = self._index.spaces.get(request.space)
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
@@ -510,3 +521,11 @@ class GatewayAgent(Actor[None]):
             id=request.id,
             blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
         )
+
+
+def _lengths(scope: Scope) -> tuple[int, int]:
+    """Whole blocks and tokens of a scope's prompt; no tokens where the host gave digests."""
+    if scope.tokens is None:
+        return len(scope.digests or ()), 0
+    geometry = scope.state.space.geometry
+    return len(scope.tokens) // geometry.block_token_bytes, len(scope.tokens) // geometry.token_bytes

@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from dpurt.config import Config
-from dpurt.core.events import Event, SequenceGone
+from dpurt.core.events import Event, Finished, SequenceGone
 from dpurt.core.identity import check_same_space, conformance_vectors
 from dpurt.errors import ConfigError, SpaceMismatch
 from dpurt.wire import messages as m
@@ -274,6 +274,12 @@ class Hosts:
             commit.cancel()
         count = self._staging.end_scope(scope.number, host_may_read=host_may_read)
         count += self._intake.end_scope(scope.number)
+        if isinstance(
+            event, Finished
+        ):  # all its blocks were used, heads and tails alike: heads outlive tails
+            self._staging.touch(
+                scope.state, scope.state.refs(scope.handles.tolist(), scope.shard), trio.current_time()
+            )
         self._observe(event)
         return count
 

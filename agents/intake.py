@@ -31,6 +31,7 @@ from dpurt.wire import messages as m
 from .index import IndexAgent
 from .spaces import SpaceState
 from .storage import StorageAgent, WriteJob
+from .tape import Tape
 
 log = structlog.get_logger()
 OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
@@ -113,6 +114,7 @@ class Intake:
         self._numbers = itertools.count(1)
         self._region_ids: Callable[[], int] = itertools.count(1 << 20).__next__
         self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
+        self.tape: Tape | None = None
         self._cleaner = trio.lowlevel.ParkingLot()
         self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
         self.stored = 0
@@ -448,6 +450,11 @@ class Intake:
         ids = np.array([arrival.block_id for arrival in arrivals], np.int32)
         keys = [arrival.reserved.key for arrival in arrivals]
         self._index.place(state, ids, keys, shard, [arrival.slot for arrival in arrivals], now)
+        if self.tape is not None:
+            for i, arrival in enumerate(arrivals):
+                self.tape.taken(arrival.ref, now)
+                if i >= count:
+                    self.tape.written(arrival.ref, False, now)
         for arrival in arrivals[:count]:
             self._storage.write(WriteJob(state, arrival.handle, shard, arrival.slot, self._written))
         if count < len(arrivals):
@@ -505,6 +512,9 @@ class Intake:
     def _written(self, jobs: Sequence[WriteJob], places: Sequence[int | None]) -> None:
         """The device has these records (or never will)."""
         state = jobs[0].state
+        if self.tape is not None:
+            for job, place in zip(jobs, places, strict=True):
+                self.tape.written(state.ref(job.handle, job.shard), place is not None, trio.current_time())
         self._cleaned(state, len(jobs))
         for job in jobs:
             state.slab.pool.unpin(job.slot)

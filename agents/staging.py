@@ -28,6 +28,7 @@ from dpurt.runtime.actor import Actor
 from .index import IndexAgent
 from .spaces import Slab, SpaceState, number_of
 from .storage import ReadJob, StorageAgent
+from .tape import Tape
 
 log = structlog.get_logger()
 SLAB_BITS = 12  # of a lease number: which slab
@@ -103,6 +104,7 @@ class StagingAgent(Actor[None]):
         self._session_of: dict[int, int] = {}
         self._unreadable: set[int] = set()  # blocks whose last read failed
         self.observe: Callable[[Event], None] = lambda event: None
+        self.tape: Tape | None = None
         self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
         self.foreign_releases = 0
         self.housekeeping: list[Callable[[float], None]] = []
@@ -212,8 +214,11 @@ class StagingAgent(Actor[None]):
         gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
         refs = state.refs(handles, shard)
         wheres = self._want_all(state, refs, handles, shard, parts_mask, gather, deadline)
+        wanted = (
+            None if parts_mask == state.layout.all_parts else parts_mask
+        )  # as predictions name a whole block
         for ref, where in zip(refs, wheres, strict=True):
-            self.observe(Demanded(ref, sequence, where, parts_mask))
+            self.observe(Demanded(ref, sequence, where, wanted))
         if gather.missing:
             try:
                 with trio.move_on_at(deadline):
@@ -260,10 +265,15 @@ class StagingAgent(Actor[None]):
                 has_room = False
                 gather.blocks[position] = Acquired("no_room", reason="every staging slot is in use")
                 continue
-            self._storage.promote(flight.job)
+            self._want(flight, now)
             gather.missing += 1
             flight.waiting.append(Waiting(gather, position, mask, deadline))
         return wheres
+
+    def _want(self, flight: Flight, now: float) -> None:
+        if self.tape is not None and not flight.job.is_demand:
+            self.tape.wanted(flight.ref, now)
+        self._storage.promote(flight.job)
 
     def _where_unstaged(self, state: SpaceState, ref: int, handle: int, shard: int) -> Where:
         if ref in self._flights:
@@ -329,12 +339,16 @@ class StagingAgent(Actor[None]):
             self._by_job[job] = flight
         if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
             self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
+        if self.tape is not None:
+            self.tape.queued(ref, self.record_bytes(ref, taken.to_fill), job, now)
         self._storage.read(read)
         return flight
 
     def _landed(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
         flight = self._flights.pop(job.ref)
         now = trio.current_time()
+        if self.tape is not None:
+            self.tape.completed(job.ref, job.began, status, now)
         status = self._end_fill(flight, status, settled, now)
         for waiting in flight.waiting:
             if not waiting.gather.is_over:

@@ -57,6 +57,7 @@ class ReadJob:
     done: Callable[[ReadJob, str, Callable[[], Awaitable[None]] | None], None]
     started: bool = False
     queued: bool = True
+    began: float | None = None  # when the device was given it
 
 
 @dataclass(slots=True, eq=False)
@@ -206,7 +207,7 @@ class StorageAgent(Actor[None]):
 
     async def _do_read(self, job: ReadJob) -> None:
         status, settled = "error", None
-        began = trio.current_time()
+        began = job.began = trio.current_time()
         try:
             await self.store.read(
                 job.state.layout, job.extent, job.state.slab.image(job.slot),

@@ -27,6 +27,7 @@ from dpurt.agents.intake import Intake
 from dpurt.agents.metrics import MetricsAgent
 from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
+from dpurt.agents.recorder import RecorderAgent, Taps
 from dpurt.agents.segment_scan import StoredRecord
 from dpurt.agents.spaces import Slab, SpaceState
 from dpurt.agents.staging import StagingAgent
@@ -35,13 +36,11 @@ from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
 from dpurt.bdev.spdk import SpdkBdev
-from dpurt.config import BdevConfig, Config, FileBdevConfig
-from dpurt.core.arbiter import Arbiter, Budget
+from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
 from dpurt.core.endurance import DAY_S, WriteBudget
-from dpurt.core.eviction import make_policy
-from dpurt.core.ledger import Ledger, Totals
-from dpurt.core.predictors import make_predictor
-from dpurt.core.prefetch import PrefetchCore
+from dpurt.core.eviction import Outlook, make_policy
+from dpurt.core.ledger import Totals
+from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
 from dpurt.core.staging import StagingPool
@@ -53,6 +52,8 @@ from dpurt.fabric.tcp import TcpFabric
 from dpurt.fabric.verbs import VerbsFabric
 from dpurt.rdma.device import find
 from dpurt.runtime.actor import RestartPolicy, supervise
+from dpurt.wire import messages as m
+from dpurt.wire import recording
 
 log = structlog.get_logger()
 DRAIN_S = 10.0
@@ -68,9 +69,12 @@ ADVICE = RestartPolicy(is_vital=False)
 class Node:
     """One node. `await node.run()`; the rest is for those who look in from outside."""
 
-    def __init__(self, config: Config, *, may_format: bool = False) -> None:
-        """`may_format`: a device with somebody else's data becomes a store instead of being refused."""
+    def __init__(self, config: Config, *, may_format: bool = False, record_to: Path | None = None) -> None:
+        """`may_format`: a device with somebody else's data becomes a store instead of being refused. `record_to`: a new file
+        for a recording of the node's whole life.
+        """
         self.config = config
+        self._record_to = record_to
         self._may_format = may_format
         self.regions: list[MemfdRegion] = []
         self.started_at = 0.0
@@ -91,6 +95,8 @@ class Node:
             self._build()
             await self._give_memory()
             await self._rebuild()
+            if self._record_to is not None:
+                self.recorder.start(self._record_to)
             try:
                 await self._serve(task_status)
             finally:
@@ -112,7 +118,7 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = ADVICE if agent in (self.prefetch, self.metrics) else VITAL
+                policy = ADVICE if agent in (self.prefetch, self.metrics, self.recorder) else VITAL
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -128,6 +134,8 @@ class Node:
         # a few agents' states, asked only while ending
         while not self.storage.is_quiet or any(s.in_flight for s in self.gateway.hosts.sessions.values()):  # noqa: ASYNC110
             await trio.sleep(0.01)
+        if self.recorder.recording is not None:
+            await self.recorder.stop("node_ended")
         log.info("node_drained")
 
     def wall(self, now: float) -> float:
@@ -173,8 +181,10 @@ class Node:
         access = Access(self.staging, self.intake)
         fabrics, off = self._fabrics(access)
         self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
-        self._make_spaces()
-        core = self._prefetch_core()
+        setup = self._prefetch_setup()
+        predictors = setup.make_predictors() if config.prefetch.enabled else []
+        self._make_spaces(outlook_of(predictors))
+        core = setup.build(predictors, self.staging) if config.prefetch.enabled else None
         self.prefetch = PrefetchAgent(core, self.staging)
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
@@ -187,11 +197,14 @@ class Node:
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
             self.prefetch.observe, self.stats,
         )  # fmt: skip
+        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway)
+        self.recorder = RecorderAgent(taps, self._recording_header)
+        self.gateway.on_record = self._record
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.metrics,
+            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.recorder, self.gateway, self.metrics,
         ]  # fmt: skip
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
@@ -212,7 +225,7 @@ class Node:
                 off["verbs"] = str(error)
         return fabrics, off
 
-    def _make_spaces(self) -> None:
+    def _make_spaces(self, outlook: Outlook | None) -> None:
         """One region per trust domain, in it a slab per space."""
         config = self.config
         for number, (domain, shares) in enumerate(config.staging_plan().items()):
@@ -225,7 +238,7 @@ class Node:
             start = 0
             for name in shares:
                 stride = layouts[name].record_bytes
-                policy = make_policy(config.staging.eviction, slots[name])
+                policy = make_policy(config.staging.eviction, slots[name], outlook)
                 pool = StagingPool(slots[name], layouts[name].num_parts, policy)
                 slab = Slab(len(self.staging.slabs), region, start, stride, pool)
                 self.staging.slabs.append(slab)
@@ -263,19 +276,47 @@ class Node:
             drives = [h for bdev in self.bdevs if isinstance(bdev, SpdkBdev) for h in bdev.health.values()]
             self.storage.budget.is_worn = any(drive.is_worn for drive in drives)
 
-    def _prefetch_core(self) -> PrefetchCore | None:
+    def _prefetch_setup(self) -> PrefetchSetup:
         prefetch = self.config.prefetch
-        if not prefetch.enabled:
-            return None
-        staging = sum(region.size for region in self.regions)
-        budget = Budget(
+        return PrefetchSetup(
+            predictors=prefetch.predictors,
+            block_s=max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s,
+            lookahead_blocks=prefetch.lookahead_blocks,
             bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
-            staging_bytes=int(staging * prefetch.staging_fraction),
+            staging_bytes=int(self.config.staging.bytes * prefetch.staging_fraction),
             queue_depth=max(1, self._queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
-        predictors = [make_predictor(name, prefetch.lookahead_blocks) for name in prefetch.predictors]
-        return PrefetchCore(predictors, Arbiter(budget), Ledger(), self.staging)
+
+    def _record_sizes(self) -> list[int]:
+        """Of a block of each space, with its header."""
+        return [RecordLayout.of(self.config.to_space(space.name)).record_bytes for space in self.config.space]
+
+    # --- recording ---
+
+    async def _record(self, path: str) -> m.RecordReply:
+        """Begin a recording in a new file, or, with an empty path, end it."""
+        found = self.recorder.start(Path(path)) if path else await self.recorder.stop("asked")
+        tape = found.tape
+        return m.RecordReply(
+            id=0, path=str(found.path), lines=tape.num_lines, bytes=found.num_bytes, lost=tape.lost,
+            is_fresh=found.is_fresh,
+        )  # fmt: skip
+
+    def _recording_header(self, is_fresh: bool) -> recording.Header:
+        return recording.Header(
+            started_at=trio.current_time(),
+            wall=self.wall(trio.current_time()),
+            is_fresh=is_fresh,
+            eviction=self.config.staging.eviction,
+            has_prefetch=self.config.prefetch.enabled,
+            prefetch=recording.Prefetch(**asdict(self._prefetch_setup())),
+            pools=tuple(
+                recording.Pool(slots=slab.pool.num_slots, record_bytes=slab.stride)
+                for slab in self.staging.slabs
+            ),
+            devices=tuple(_device_line(spec) for spec in self.config.bdev),
+        )
 
     # --- restart and epochs ---
 
@@ -370,6 +411,7 @@ class Node:
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
+            "recorder": self.recorder.status,
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 
@@ -430,6 +472,18 @@ def spdk_stats(bdev: Bdev) -> dict[str, object]:
             "drives": {name: plain(health) for name, health in bdev.health.items()},
         }
     }  # fmt: skip
+
+
+def _device_line(spec: BdevConfig) -> recording.Device:
+    """What a recording says of a device: with its model, if it has one."""
+    if not isinstance(spec, ModelledBdevConfig):
+        return recording.Device(kind=spec.kind, queue_depth=spec.queue_depth)
+    return recording.Device(
+        kind=spec.kind,
+        queue_depth=spec.queue_depth,
+        read_latency_s=spec.profile.read_latency_us / 1e6,
+        read_bytes_per_s=float(spec.profile.read_bytes_per_s),
+    )
 
 
 def has_content(path: Path) -> bool:

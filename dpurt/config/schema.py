@@ -121,7 +121,7 @@ class StagingConfig(Table, frozen=True, kw_only=True):
     """DRAM for blocks on their way. `lease_s` bounds a pull lease."""
 
     bytes: Positive
-    eviction: Name = "lru"
+    eviction: Name = "predicted"
     lease_s: Seconds = 30.0
 
 

@@ -118,7 +118,7 @@ class PrefetchCore:
     ) -> None:
         self.arbiter = arbiter
         self.ledger = ledger
-        self._view = view
+        self.view = view
         self._predictors = tuple(predictors)
         self._listeners: dict[type[Event], tuple[Predictor, ...]] = {}
         self._forget_s = forget_s
@@ -347,7 +347,7 @@ class PrefetchCore:
 
     def _plan(self, predictions: list[Prediction], now: float) -> None:
         self._protect(predictions, now)
-        plan = self.arbiter.plan(predictions, self._view, now)
+        plan = self.arbiter.plan(predictions, self.view, now)
         for job in plan.admitted:
             self._open(job)
         for prediction, reason, number, was_waiting in plan.refusals:

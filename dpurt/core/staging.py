@@ -92,7 +92,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -270,6 +270,10 @@ class StagingPool:
         self._transfers = 0
         self._takes = self._evictions = self._no_room = 0
         self._expired = self._double_release = self._abandoned = 0
+
+    def wrap_policy(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
+        """Put something in the place of the eviction policy: one that looks on, or, to end that, what it was put around."""
+        self._policy = wrap(self._policy)
 
     # --- blocks and slots -------------------------------------------------------------------------
 

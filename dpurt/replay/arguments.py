@@ -74,6 +74,10 @@ def tokens(text: str) -> int:
     return int(match[1]) * _BINARY[match[2]]
 
 
+class _Default(list[T]):
+    """What holds unless it is given, or the trace says otherwise (a recording knows its node)."""
+
+
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     def values(text: str) -> list[T]:
         return [kind(word) for word in text.split(",")]
@@ -100,6 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a self-contained page with charts, too"
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="of a recording: feed its completions to the same cores again and compare every decision; nothing else",
+    )
     add_json_argument(parser)
 
 
@@ -115,7 +124,7 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bandwidth",
         type=_list_of(byte_rate),
-        default=[None],
+        default=_Default([None]),
         metavar="B",
         help="bytes a second such as 14G, instead of the device's",
     )
@@ -159,7 +168,11 @@ def _sweepable(
     what: str,
 ) -> None:
     group.add_argument(
-        name, type=_list_of(kind), default=[default], metavar=metavar, help=f"{what} (default: {default})"
+        name,
+        type=_list_of(kind),
+        default=_Default([default]),
+        metavar=metavar,
+        help=f"{what} (default: {default})",
     )
 
 
@@ -191,8 +204,10 @@ def reading_of(args: argparse.Namespace) -> Reading:
     )
 
 
-def scenarios_of(args: argparse.Namespace, trace: Trace) -> list[Scenario]:
-    """All combinations of what the arguments list."""
+def scenarios_of(args: argparse.Namespace, trace: Trace, recorded: Scenario | None = None) -> list[Scenario]:
+    """All combinations of what the arguments list. `recorded`: what holds where they are silent."""
+    if recorded is not None:
+        return _from_recorded(args, recorded)
     per_token = KV_MODELS[args.model].at_precision(args.precision).bytes_per_token
     base = replace(
         Scenario(),
@@ -216,6 +231,32 @@ def scenarios_of(args: argparse.Namespace, trace: Trace) -> list[Scenario]:
             args.staging, lookaheads, args.budget, args.hint_lead, args.seed
         )
     ]
+
+
+def _from_recorded(args: argparse.Namespace, recorded: Scenario) -> list[Scenario]:
+    """A recorded node, with what was asked for changed. `--bandwidth` alone is another rate of its device."""
+    devices = [recorded.device]
+    if not isinstance(args.device, _Default):
+        devices = _devices(args.device, args.bandwidth)
+    elif not isinstance(args.bandwidth, _Default):
+        devices = [replace(recorded.device, read_bytes_per_s=rate) for rate in args.bandwidth]
+    stagings, budgets = (
+        _given(args.staging, recorded.staging_share),
+        _given(args.budget, recorded.prefetch_queue_depth),
+    )
+    lookaheads = args.lookahead or [recorded.lookahead_blocks]
+    return [
+        replace(
+            recorded, staging_share=staging, device=device, lookahead_blocks=lookahead, prefetch_queue_depth=budget,
+            seed=seed, warmup_share=args.warmup,
+        )
+        for device in devices
+        for staging, lookahead, budget, seed in product(stagings, lookaheads, budgets, args.seed)
+    ]  # fmt: skip
+
+
+def _given(values: list[T], otherwise: T) -> list[T]:
+    return [otherwise] if isinstance(values, _Default) else values
 
 
 def _devices(names: Sequence[str], bandwidths: Sequence[float | None]) -> list[DeviceProfile]:

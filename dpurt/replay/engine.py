@@ -22,6 +22,7 @@ equal scenarios give equal results.
 from __future__ import annotations
 
 import heapq
+import random
 import time
 from bisect import bisect_left
 from collections import deque
@@ -69,6 +70,9 @@ class Scenario:
     `prefetch_share` is the part of staging that prefetch may hold unused; `hint_lead_s` how long before an engine has a
     request the router told of it: the trace's times are then those of the router. The first `warmup_share` of the requests
     runs like the rest but is not counted in rates and times; the ledger's figures and bytes read are of the whole.
+    `as_node`: chains are touched, and predictors told what was stored, when a node does so: touched at arrival and finish,
+    told block by block; not at the end of the prefill. `pauses_s`: what a host takes from having a block to asking for the next, and
+    from its start to the first; one of these each time, by the seed, instead of the time the link takes.
     """
 
     staging_share: float = 0.05
@@ -87,6 +91,8 @@ class Scenario:
     horizon_s: float = 120.0
     warmup_share: float = 0.0
     seed: int = 0
+    as_node: bool = False
+    pauses_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.staging_share <= 1 or not 0 <= self.prefetch_share <= 1:
@@ -173,6 +179,7 @@ class _Run:
         self._asking: dict[int, list[_Turn]] = {}
         self._useful_reads = 0  # reads some host waited for, and prefetches used
         self._load_s = scenario.block_bytes / scenario.link_bytes_per_s
+        self._random = random.Random(scenario.seed)
         self._recompute_s = scenario.block_tokens / scenario.prefill_tokens_per_s
         self._future = Future(requests) if policy.is_clairvoyant else None
         self._predictors = self._make_predictors()
@@ -307,6 +314,8 @@ class _Run:
         lead_s = self.scenario.hint_lead_s
         ahead = 1 + len(self._queue) - self._free_hosts
         expected_start = self._now + lead_s + max(0, ahead) * self._service_s / self.scenario.hosts
+        if self.scenario.as_node:
+            self._touch(request.blocks[:matched])
         self._tell(Arrived(number, OWNER, request.blocks[:matched], expected_start))
         if lead_s:
             self._at(self._now + lead_s, self._enqueue, turn)
@@ -341,7 +350,8 @@ class _Run:
             self._free_hosts -= 1
             turn = self._queue.popleft()
             turn.started_at = self._now
-            self._at(self._now, self._ask, turn)
+            start = self._now + (self._pause() if self.scenario.pauses_s else 0.0)
+            self._at(start, self._ask, turn)
 
     def _ask(self, turn: _Turn) -> None:
         """The host asks for the block at the cursor."""
@@ -356,6 +366,7 @@ class _Run:
             tokens = self._tokens(turn)
             self._at(self._now + tokens / self.scenario.prefill_tokens_per_s, self._computed, turn)
             return
+        self._grown(turn)
         where = self.where(block, None)
         self._serve(turn, block, where)  # before the core may evict for a prefetch
         self._tell(Consumed(turn.number, turn.cursor, 1))
@@ -381,9 +392,13 @@ class _Run:
             self.counts.stall_s += self._now - turn.asked_at
         if block in self.staging:
             self.staging.hold(block)
-            self._at(self._now + self._load_s, self._loaded, turn)
+            self._at(self._now + self._pause(), self._loaded, turn)
         else:
-            self._at(self._now + self._load_s, self._next_block, turn)  # read past a full staging
+            self._at(self._now + self._pause(), self._next_block, turn)  # read past a full staging
+
+    def _pause(self) -> float:
+        pauses = self.scenario.pauses_s
+        return self._random.choice(pauses) if pauses else self._load_s
 
     def _loaded(self, turn: _Turn) -> None:
         self.staging.unhold(turn.request.blocks[turn.cursor])
@@ -394,7 +409,18 @@ class _Run:
         if self.policy.eviction is not None and block not in self._stored:
             self._stored.add(block)
             self._keep_computed(block)
+            self._grown(turn)
         self._next_block(turn)
+
+    def _grown(self, turn: _Turn) -> None:
+        """The block at the cursor, which is stored, is the chain's from now on, if it was not."""
+        if self.scenario.as_node and turn.cursor >= turn.matched:
+            self._tell(Stored(turn.number, turn.request.blocks[turn.cursor : turn.cursor + 1]))
+
+    def _touch(self, blocks: Sequence[int]) -> None:
+        """Tail first."""
+        if self.policy.eviction is not None:
+            self.staging.policy.touch(reversed(blocks), self._now)
 
     def _keep_computed(self, block: int) -> None:
         if self.staging.reserve(block, self._now):
@@ -416,9 +442,9 @@ class _Run:
         first_token_at = self._now + self.scenario.decode_step_s
         if turn.time_slice is not None:
             self.counts.ttft_s.append(first_token_at - turn.request.timestamp_s)
-        if self.policy.eviction is not None:
-            self.staging.policy.touch(reversed(turn.request.blocks), self._now)
-        self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
+        if not self.scenario.as_node:
+            self._touch(turn.request.blocks)
+            self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
         self._at(self._end_of_decode(turn.request), self._finished, turn)
         self._service_s += 0.1 * (self._now - turn.started_at - self._service_s)
         self._free_hosts += 1
@@ -432,6 +458,8 @@ class _Run:
 
     def _finished(self, turn: _Turn) -> None:
         self._open_turns -= 1
+        if self.scenario.as_node:
+            self._touch(turn.request.blocks)
         self._tell(Finished(turn.number, turn.request.stop))
 
     def _tokens(self, turn: _Turn) -> int:
@@ -570,7 +598,7 @@ class _Run:
             "summary": self.policy.summary,
             "eviction": self.policy.eviction,
             "predictors": list(self.policy.predictors),
-            "touch_order": "tail first, when a prefill ends",
+            "touch_order": f"tail first, {'at arrival and finish' if self.scenario.as_node else 'when a prefill ends'}",
             "reads_asked_ahead_per_request": 0,
             "writes": "not charged",
         }

@@ -235,7 +235,13 @@ class Drain(Request, tag="drain"):
     """Refuse new sessions and scopes, finish what runs, flush, end."""
 
 
-AdminRequest = EpochBump | Drain | Stats | Explain | Ping
+class Record(Request, tag="record"):
+    """Begin a recording in a new file of the node's machine (an absolute path), or, with an empty one, end it."""
+
+    path: Annotated[str, Meta(max_length=4096)] = ""
+
+
+AdminRequest = EpochBump | Drain | Stats | Explain | Ping | Record
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -363,6 +369,16 @@ class StatsReply(Reply, tag="stats_ok"):
     stats: dict[str, object]
 
 
+class RecordReply(Reply, tag="record_ok"):
+    """A recording that began or ended: lines and bytes written, lines lost because the writer was too slow."""
+
+    path: str
+    lines: Count = 0
+    bytes: Id = 0
+    lost: Count = 0
+    is_fresh: bool = False
+
+
 class ErrorReply(Reply, tag="error"):
     """A refusal. `field`, `mine`, `theirs` for ``space_mismatch``."""
 
@@ -374,7 +390,8 @@ class ErrorReply(Reply, tag="error"):
 
 
 AnyReply = (
-    HelloReply | LookupReply | LoadReply | ReserveReply | CommitReply | Ok | ExplainReply | StatsReply | ErrorReply
+    HelloReply | LookupReply | LoadReply | ReserveReply | CommitReply | Ok | ExplainReply | StatsReply
+    | RecordReply | ErrorReply
 )  # fmt: skip
 
 R = TypeVar("R")
