@@ -173,7 +173,7 @@ class StagingAgent(Actor[None]):
 
     def free_bytes(self) -> int:
         """Staging bytes that could take a block now: free, or evictable."""
-        return sum(slab.pool.num_available * slab.stride for slab in self.slabs)
+        return sum(slab.pool.num_available * slab.stride for slab in self.slabs if not slab.holds_parts)
 
     def is_whole(self, state: SpaceState, handle: int, shard: int) -> bool:
         """Does staging hold every part?"""

@@ -19,6 +19,7 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import BlockStore
+from dpurt.agents.decode import DecodeAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -37,6 +38,7 @@ from dpurt.bdev.file import FileBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
+from dpurt.core.events import Event
 from dpurt.core.eviction import make_policy
 from dpurt.core.ledger import Ledger, Totals
 from dpurt.core.predictor import make_predictor
@@ -171,6 +173,7 @@ class Node:
         access = Access(self.staging, self.intake)
         fabrics, off = self._fabrics(access)
         self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
+        self.decode = DecodeAgent(self.index, self.storage)
         self._make_spaces()
         core = self._prefetch_core()
         self.prefetch = PrefetchAgent(core, self.staging)
@@ -182,8 +185,8 @@ class Node:
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
         self.gateway = GatewayAgent(
-            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
-            self.prefetch.observe, self.stats,
+            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
+            self._observe, self.stats,
         )  # fmt: skip
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
@@ -217,6 +220,9 @@ class Node:
             layouts = {name: RecordLayout.of(config.to_space(name)) for name in shares}
             slots = {name: max(1, int(share) // layouts[name].record_bytes) for name, share in shares.items()}
             size = sum(slots[name] * layouts[name].record_bytes for name in shares)
+            size += sum(
+                self._decode_slots(name) * config.space_named(name).part_slot_bytes for name in shares
+            )
             region = MemfdRegion(number + 1, f"staging-{domain}", size)
             self.regions.append(region)
             self.fabric.offer(region)
@@ -229,6 +235,28 @@ class Node:
                 self.staging.slabs.append(slab)
                 self._add_state(name, self.store.epochs.get(name, 0), slab)
                 start += slots[name] * stride
+                start += self._make_decode_staging(name, layouts[name].num_parts, region, start)
+
+    def _decode_slots(self, name: str) -> int:
+        space = self.config.space_named(name)
+        return 0 if space.decode is None else space.decode_slots + space.decode.spare_slots
+
+    def _make_decode_staging(self, name: str, num_parts: int, region: MemfdRegion, start: int) -> int:
+        """A slab of part-sized slots, if the space has decode staging; the bytes it takes."""
+        space, slots = self.config.space_named(name), self._decode_slots(name)
+        if space.decode is None:
+            return 0
+        stride = space.part_slot_bytes
+        pool = StagingPool(slots, 1, make_policy("fifo", slots))
+        slab = Slab(len(self.staging.slabs), region, start, stride, pool, holds_parts=True)
+        self.staging.slabs.append(slab)
+        self.decode.offer(name, slab, space.decode, num_parts)
+        return slots * stride
+
+    def _observe(self, event: Event) -> None:
+        """What the gateway has to tell."""
+        self.decode.observe(event)
+        self.prefetch.observe(event)
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
@@ -352,6 +380,7 @@ class Node:
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
+            "decode": self.decode.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

@@ -179,6 +179,13 @@ def _spaces(config: Config) -> Iterator[Problem]:
             yield f"$.space[{i}].tenant", f"no tenant {space.tenant!r}; known: {', '.join(tenants)}"
         if (space.lora_name is None) != (space.lora_version is None):
             yield f"$.space[{i}]", "lora_name and lora_version go together"
+        least = 0 if space.decode is None else space.decode.sequences * len(space.geometry.groups)
+        if space.decode_slots < least:
+            yield (
+                f"$.space[{i}].decode.staging_bytes",
+                f"holds {space.decode_slots} slots of {space.part_slot_bytes:,} bytes, fewer than {least}: one for each "
+                f"layer group of each sequence",
+            )
         other = owner.setdefault(space.trust_domain, space.tenant)
         if space.domain is None and other != space.tenant:
             yield (

@@ -405,13 +405,30 @@ class GeometryConfig(Table, frozen=True, kw_only=True):
         return Geometry(block_tokens=self.block_tokens, groups=groups, token_bytes=self.token_bytes)
 
 
+class DecodeConfig(Table, frozen=True, kw_only=True):
+    """Staging for sparse decode, in addition to ``[staging] bytes``: slots of one layer group's part of one block.
+
+    `staging_bytes` are shared evenly by up to `sequences` that decode at once; of each the first `max_blocks` blocks can be
+    staged so. `prefetch_per_turn`: prefetches a layer group's turn, on average; 0 is none. `lookahead_groups`: how many
+    groups ahead history is asked while the engine ranks nothing. `spare_slots`: beyond the shares, for parts that pass
+    through.
+    """
+
+    staging_bytes: Positive
+    sequences: Positive = 1
+    max_blocks: Annotated[int, Meta(ge=1, le=1 << 14)] = 1024
+    prefetch_per_turn: Annotated[float, Meta(ge=0, le=64)] = 4.0
+    lookahead_groups: Positive = 4
+    spare_slots: Positive = 64
+
+
 class SpaceConfig(Table, frozen=True, kw_only=True):
     """A space: see `dpurt.core.identity.Space`.
 
     `ttl_s` 0 means blocks do not age (the byte cap still reclaims them). `staging_share` is this space's part
     of staging; what is left over is split evenly among the spaces that name none. `domain` is the trust
     domain: spaces of one domain share a region, which their hosts may map whole. By default each tenant is
-    its own.
+    its own. `decode`: see there.
     """
 
     name: Name
@@ -427,6 +444,7 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
     ttl_s: Annotated[float, Meta(ge=0)] = 0.0
     staging_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     domain: Name | None = None
+    decode: DecodeConfig | None = None
 
     @property
     def trust_domain(self) -> str:
@@ -451,6 +469,17 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
     def record_bytes(self) -> int:
         """Bytes of one block of one shard, in staging and on a bdev. Does not need the salt."""
         return RecordLayout.of(self.to_space(b"")).record_bytes
+
+    @property
+    def part_slot_bytes(self) -> int:
+        """Bytes of a slot of decode staging: a header and the largest part."""
+        layout = RecordLayout.of(self.to_space(b""))
+        return max(layout.of_part(part).record_bytes for part in range(layout.num_parts))
+
+    @property
+    def decode_slots(self) -> int:
+        """Slots of decode staging that its sequences share, without the spare ones."""
+        return 0 if self.decode is None else self.decode.staging_bytes // self.part_slot_bytes
 
 
 class HostConfig(Table, frozen=True, kw_only=True):

@@ -283,6 +283,11 @@ class StagingPool:
         return len(self._free) + self._num_evictable
 
     @property
+    def num_free(self) -> int:
+        """Slots a new block could have without an eviction."""
+        return len(self._free)
+
+    @property
     def all_parts(self) -> int:
         """The mask of a whole block."""
         return self._all_parts

@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.npyio import NpzFile
 
+from dpurt.core.attention import MASS_OF, NO_MASS
 from dpurt.errors import ConfigError
 
 MAX_ARRAY_BYTES = 2 << 30
-NO_MASS = 105
 NOT_HINTED = 65535
 SINK_TOKENS = 64
 WINDOW_TOKENS = 1024
@@ -44,7 +44,6 @@ TOP = 32
 TOP_OF_SHORT_WINDOW = 10  # with a window under WINDOW_TOKENS: the same share of a context half as long
 
 RESIDUE_BITS = 23
-MASS_OF = np.where(np.arange(256) < NO_MASS, np.exp2(-np.arange(256) / 8.0), 0.0).astype(np.float32)
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
