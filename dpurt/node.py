@@ -35,6 +35,7 @@ from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
+from dpurt.bdev.paced import PacedBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
@@ -144,7 +145,10 @@ class Node:
             if has_content(path):  # refuse somebody else's file before it is grown to the size of a store
                 async with aclosing(await FileBdev.open(path)) as found:
                     await BlockStore.survey(found, deadline_s=spec.deadline_s)
-        return await open_bdev(spec.kind, **params)
+        bdev = await open_bdev(spec.kind, **params)
+        if isinstance(spec, FileBdevConfig) and spec.profile is not None:
+            return PacedBdev(bdev, spec.profile.to_profile(spec.name, spec.queue_depth))
+        return bdev
 
     async def _open_store(self, spec: BdevConfig) -> BlockStore:
         bdev = await self._open_bdev(spec)

@@ -150,13 +150,37 @@ class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
         raise NotImplementedError
 
 
+class ProfileConfig(Table, frozen=True, kw_only=True):
+    """What a modelled device can do. `jitter` is +-fraction of the latencies; `source` says where the figures come from."""
+
+    read_latency_us: Micros
+    write_latency_us: Micros
+    read_bytes_per_s: Positive
+    write_bytes_per_s: Positive
+    jitter: Share = 0.1
+    source: str = ""
+
+    def to_profile(self, name: str, queue_depth: int) -> DeviceProfile:
+        return DeviceProfile(
+            name=name,
+            read_latency_s=self.read_latency_us / 1e6,
+            write_latency_s=self.write_latency_us / 1e6,
+            read_bytes_per_s=self.read_bytes_per_s,
+            write_bytes_per_s=self.write_bytes_per_s,
+            queue_depth=queue_depth,
+            jitter=self.jitter,
+            source=self.source,
+        )
+
+
 class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
     """A file or block device. Without `capacity_bytes` the cap is `size_bytes`, but at most 80 % of what is
-    free. A file is made as large as the cap, not larger.
+    free. A file is made as large as the cap, not larger. With `profile` it answers no sooner than such a device.
     """
 
     path: Text
     size_bytes: Positive | None = None
+    profile: ProfileConfig | None = None
 
     def __post_init__(self) -> None:
         if self.size_bytes is None and self.capacity_bytes is None:
@@ -205,16 +229,6 @@ class MemoryBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="memory"):
         return self.capacity_bytes or self.size_bytes
 
 
-class ProfileConfig(Table, frozen=True, kw_only=True):
-    """What a modelled device can do. `source` says where the figures come from."""
-
-    read_latency_us: Micros
-    write_latency_us: Micros
-    read_bytes_per_s: Positive
-    write_bytes_per_s: Positive
-    source: str = ""
-
-
 class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
     """Memory that answers as slowly as a device of this profile would."""
 
@@ -225,15 +239,7 @@ class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
         rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
 
     def open_params(self, config: Config) -> dict[str, object]:
-        profile = DeviceProfile(
-            name=self.name,
-            read_latency_s=self.profile.read_latency_us / 1e6,
-            write_latency_s=self.profile.write_latency_us / 1e6,
-            read_bytes_per_s=self.profile.read_bytes_per_s,
-            write_bytes_per_s=self.profile.write_bytes_per_s,
-            queue_depth=self.queue_depth,
-            source=self.profile.source,
-        )
+        profile = self.profile.to_profile(self.name, self.queue_depth)
         return {"size_bytes": self.size_bytes, "name": self.name, "profile": profile}
 
     def capacity(self, config: Config) -> int:

@@ -18,7 +18,8 @@ Figures. Warm turns (the prompt's tail) fill staging and history and are not cou
 
 Accounting. *Plain*: fetches take no room until their turn. *Strict*: they do from issue, and the pool is never
 exceeded; demanded parts that win no slot pass through to the host. Every object gives the plain figures, and
-the strict ones under `strict`; a paced replay (with latencies) is strict only.
+the strict ones under `strict`; a paced replay (with latencies) is strict only. A trace that was recorded with its times is
+also replayed at that pace, under `recorded_pace`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dpurt.core.attention_tally import AttentionFates, Tally
 from dpurt.errors import ConfigError
 from dpurt.replay import attention_policies as foresights
 from dpurt.replay.attention_policies import Foresight
-from dpurt.replay.attention_timing import Pace, ReadPipe
+from dpurt.replay.attention_timing import Pace, ReadPipe, recorded_pace
 from dpurt.replay.attention_trace import AttentionTrace, read_attention
 
 
@@ -102,6 +103,13 @@ _TABLE = (
         pooled=True,
         budget=pooled_budget,
     ),
+    AttentionPolicy(
+        name="dpurt_evict",
+        summary="ours, on demand only",
+        foresight=foresights.LearnedWithoutHints,
+        pooled=True,
+        budget=lambda _: pooled_budget(0),
+    ),
     AttentionPolicy(name="oracle", summary="what will be demanded", foresight=foresights.Oracle),
 )
 POLICIES = {policy.name: policy for policy in _TABLE}
@@ -158,14 +166,16 @@ class _Replay:
                     progress((place + 1) // self.trace.layers)
             if place + ahead < end:
                 self._issue(*divmod(place + ahead, self.trace.layers))
-            self._pass_layer()
+            self._pass_layer(place)
         self._fates.finish()
         self.tally.clock_s = self._clock
         return self.tally
 
-    def _pass_layer(self) -> None:
+    def _pass_layer(self, place: int) -> None:
         if self._scenario.pace is not None:
-            self._clock += self._scenario.pace.layer_s + self._stall_s
+            turn, layer = divmod(place, self.trace.layers)
+            turn_s = self._scenario.pace.turn_s(turn - self.trace.warm_turns, layer)
+            self._clock += turn_s + self._stall_s
             self._stall_s = 0.0
 
     def _issue(self, turn: int, layer: int) -> None:
@@ -248,11 +258,13 @@ def replay_attention(
 
 
 class _Both(NamedTuple):
-    """A policy's tally under either accounting; `strict` is None for a paced replay, which is strict itself."""
+    """A policy's tally under either accounting; `strict` is None for a paced replay, which is strict itself. `recorded`: at
+    the pace of the recording, if it has one and no other was asked for."""
 
     policy: AttentionPolicy
     tally: Tally
     strict: Tally | None
+    recorded: Tally | None
     wall_s: float
 
 
@@ -310,7 +322,9 @@ def _replay_both(
     strict = None
     if scenario.pace is None:
         strict = replay_attention(trace, policy, replace(scenario, strict=True))
-    return _Both(policy, tally, strict, wall_s)
+    pace = recorded_pace(trace) if scenario.pace is None else None
+    recorded = None if pace is None else replay_attention(trace, policy, replace(scenario, pace=pace))
+    return _Both(policy, tally, strict, recorded, wall_s)
 
 
 def _as_json(
@@ -329,6 +343,7 @@ def _as_json(
         "policy": one.policy.name,
         **figures,
         "strict": strict,
+        "recorded_pace": None if one.recorded is None else _figures(one.recorded, turns),
         "at_match": None,
         "ttft_p50_s": None,
         "ttft_p99_s": None,
