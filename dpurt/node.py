@@ -224,9 +224,7 @@ class Node:
             layouts = {name: RecordLayout.of(config.to_space(name)) for name in shares}
             slots = {name: max(1, int(share) // layouts[name].record_bytes) for name, share in shares.items()}
             size = sum(slots[name] * layouts[name].record_bytes for name in shares)
-            size += sum(
-                self._decode_slots(name) * config.space_named(name).part_slot_bytes for name in shares
-            )
+            size += sum(config.space_named(name).decode_bytes for name in shares)
             region = MemfdRegion(number + 1, f"staging-{domain}", size)
             self.regions.append(region)
             self.fabric.offer(region)
@@ -241,21 +239,18 @@ class Node:
                 start += slots[name] * stride
                 start += self._make_decode_staging(name, layouts[name].num_parts, region, start)
 
-    def _decode_slots(self, name: str) -> int:
-        space = self.config.space_named(name)
-        return 0 if space.decode is None else space.decode_slots + space.decode.spare_slots
-
     def _make_decode_staging(self, name: str, num_parts: int, region: MemfdRegion, start: int) -> int:
         """A slab of part-sized slots, if the space has decode staging; the bytes it takes."""
-        space, slots = self.config.space_named(name), self._decode_slots(name)
+        space = self.config.space_named(name)
         if space.decode is None:
             return 0
         stride = space.part_slot_bytes
+        slots = space.decode_bytes // stride
         pool = StagingPool(slots, 1, make_policy("fifo", slots))
         slab = Slab(len(self.staging.slabs), region, start, stride, pool, holds_parts=True)
         self.staging.slabs.append(slab)
         self.decode.offer(name, slab, space.decode, num_parts)
-        return slots * stride
+        return space.decode_bytes
 
     def _observe(self, event: Event) -> None:
         """What the gateway has to tell."""

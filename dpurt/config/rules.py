@@ -220,6 +220,7 @@ def _envelope(config: Config) -> Iterator[Problem]:
     if config.envelope is None:
         return
     needed = config.staging.bytes + sum(host.inbound_bytes for host in config.host)
+    needed += sum(space.decode_bytes for space in config.space)
     if needed > config.envelope.dram_bytes:
         yield (
             "$.staging.bytes",

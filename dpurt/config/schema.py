@@ -487,6 +487,12 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
         """Slots of decode staging that its sequences share, without the spare ones."""
         return 0 if self.decode is None else self.decode.staging_bytes // self.part_slot_bytes
 
+    @property
+    def decode_bytes(self) -> int:
+        """DRAM that decode staging takes, spare slots included."""
+        spare = 0 if self.decode is None else self.decode.spare_slots
+        return (self.decode_slots + spare) * self.part_slot_bytes
+
 
 class HostConfig(Table, frozen=True, kw_only=True):
     """A GPU host that may connect. `fabrics`: best first. `public_key`: only the bearer of its secret may
@@ -542,7 +548,7 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     """Which predictors run, and the budget they compete for."""
 
     enabled: bool = True
-    predictors: tuple[Predictor, ...] = ("sliding_window", "hint", "attention_ewma", "cross_request")
+    predictors: tuple[Predictor, ...] = ("sliding_window", "attention", "cross_request")
     lookahead_blocks: Positive = 64
     bandwidth_bytes_per_s: Positive = 1 << 30
     staging_fraction: Share = 0.5
