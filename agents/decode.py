@@ -40,6 +40,7 @@ from .staging import SLAB_BITS, Acquired, Gather, Waiting
 from .storage import ReadJob, StorageAgent
 
 Settled = Callable[[], Awaitable[None]]
+NO_ROOM = Acquired("no_room", reason="every slot of decode staging is in use")
 PART = 1  # a slot of ours has one part
 _LOST = ("checksum", "stale", "expired")
 
@@ -229,6 +230,8 @@ class DecodeAgent:
         return gather.blocks
 
     def _serve(self, decoding: Decoding, slot: int, waiting: Waiting) -> None:
+        if decoding.progress(slot) == "absent":  # its read failed, or there was no room for it
+            self._read(decoding, slot, is_demand=True)
         read = decoding.reads.get(slot)
         if read is not None:
             self._storage.promote(read.job)
@@ -238,7 +241,7 @@ class DecodeAgent:
         at = decoding.pool.find(decoding.key(slot))
         if at is None:
             gone = self._block_id(decoding, slot) < 0
-            answer = Acquired("miss", reason="no longer here") if gone else Acquired("no_room")
+            answer = Acquired("miss", reason="no longer here") if gone else NO_ROOM
             waiting.gather.blocks[waiting.position] = answer
         else:
             waiting.gather.blocks[waiting.position] = self._leased(decoding, slot, at, waiting.gather)
@@ -336,10 +339,16 @@ class DecodeAgent:
             trio.lowlevel.spawn_system_task(_settle_later, pool, job.slot, settled)
         else:
             pool.fill_failed(job.slot, PART)
+        if status == "stale" and waiting and self._moved(decoding, slot, job):
+            self._read(decoding, slot, is_demand=True)
+            again = decoding.reads.get(slot)
+            if again is not None:
+                again.waiting += waiting
+                return
         for one in waiting:
             if not one.gather.is_over:
                 self._answer(decoding, slot, status, one)
-        if status in _LOST:
+        if status in _LOST and not self._moved(decoding, slot, job):
             self._lost(job, status, now)
         elif slot in decoding.leaving and not decoding.is_wanted(slot):
             self._drop(decoding, slot)
@@ -352,6 +361,11 @@ class DecodeAgent:
             word = {"ok": "miss", "stale": "miss", "expired": "miss", "down": "error", "cancelled": "late"}
             answer = Acquired(word.get(status, status), reason=f"read: {status}")
         waiting.gather.settle(waiting.position, answer)
+
+    def _moved(self, decoding: Decoding, slot: int, job: ReadJob) -> bool:
+        """Has the block another place on the device by now?"""
+        block_id = self._block_id(decoding, slot)
+        return block_id >= 0 and decoding.scope.state.extent_of(block_id, job.shard) != job.extent
 
     def _lost(self, job: ReadJob, status: str, now: float) -> None:
         block_id = job.state.block_id(job.state.unref(job.ref)[0])

@@ -16,10 +16,13 @@ import trio
 from dpurt.client import BlockingClient, Client, LoadedBlock
 from dpurt.errors import ConfigError, RemoteProtocolError
 from dpurt.node import Node
-from dpurt.testing.node import PART_BYTES, small_config, small_space, spaces_of
+from dpurt.testing.faulty_bdev import Fault
+from dpurt.testing.node import PART_BYTES, FaultyNode, serving, small_config, small_space, spaces_of
 from dpurt.testing.node_steps import (
+    assert_books_balance,
     buffers,
     empty_staging,
+    host,
     node_and_host,
     payload,
     statuses,
@@ -207,6 +210,44 @@ async def test_a_lost_block_is_a_miss_not_old_bytes(tmp_path: Path) -> None:
         await client.decode_step("r", 1, 0, [3, 20])
         assert statuses(await take(client, [3, 20], 0)) == ["ok", "miss"]
         assert_adds_up(node)
+
+
+async def test_a_read_that_fails_is_an_error_this_time_and_tried_again_the_next(tmp_path: Path) -> None:
+    space = small_space("s", decode=decode_table(prefetch_per_turn=0))
+    config = small_config(tmp_path / "run", space=[space], prefetch={"enabled": False})
+    with trio.fail_after(20):
+        async with serving(FaultyNode(config)) as node, host(node, config) as client:
+            await store_all(client)
+            await empty_staging(node)
+            await client.lookup("s", "r", tokens(*BLOCKS))
+            node.faulty.inject(Fault(op="read", kind="error", count=2))
+            await client.decode_step("r", 0, 2, [3])
+            assert statuses(await take(client, [3], 2)) == ["error"]
+            node.faulty.inject(Fault(op="read", kind="corrupt", count=2, at=None))
+            await client.decode_step("r", 1, 2, [5])
+            assert statuses(await take(client, [5], 2)) == ["checksum"]
+            node.faulty.clear()
+            assert await step(client, 2, 2, [3, 4]) == ["nvme"] * 2
+            assert_adds_up(node)
+            assert_books_balance(node)
+
+
+async def test_a_device_that_hangs_costs_the_load_its_deadline_and_keeps_its_slot(tmp_path: Path) -> None:
+    space = small_space("s", decode=decode_table(prefetch_per_turn=0))
+    config = small_config(tmp_path / "run", space=[space], prefetch={"enabled": False})
+    with trio.fail_after(20):
+        async with serving(FaultyNode(config)) as node, host(node, config) as client:
+            await store_all(client)
+            await empty_staging(node)
+            await client.lookup("s", "r", tokens(*BLOCKS))
+            node.faulty.inject(Fault(op="read", kind="hang", count=2))
+            await client.decode_step("r", 0, 0, [3])
+            [late] = await client.load_blocks("r", [3], buffers(1, PART_BYTES), parts=(0, 1), timeout_s=0.2)
+            assert late.status == "late"
+            assert await client.cancel("r") == 0
+            assert counts(node)["free"] == counts(node)["slots"] - 1, "the device may still write it"
+            node.faulty.resume()
+            await until(lambda: counts(node)["free"] == counts(node)["slots"])
 
 
 async def test_whole_blocks_and_spaces_without_decode_staging_go_the_ordinary_way(tmp_path: Path) -> None:
