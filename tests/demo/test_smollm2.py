@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import trio
 
+from dpurt.cli import main
 from dpurt.client import connect
 from dpurt.config import load_config
 from dpurt.demo import smollm2, smollm2_report
@@ -103,8 +104,8 @@ async def test_bytes_that_come_back_changed_change_the_logits(
     assert sequence.logits_digest.digest() != in_memory.logits_digest.digest()
 
 
-def test_the_command_runs_all_modes_and_says_that_they_agree(
-    work: smollm2.Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_mode_runs_on_a_node_process_and_its_recording_replays_at_its_own_pace(
+    work: smollm2.Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = smollm2.Plan(
         steps=3, staging=0.3, budget=4, history_ahead=1, ahead=(1,), device=DEVICE, settings=SETTINGS
@@ -119,21 +120,8 @@ def test_the_command_runs_all_modes_and_says_that_they_agree(
     json.dumps(result)
     outcomes[1] = smollm2.Outcome(mode="x", wall_s=1.0, tokens=[1], logits=b"")
     assert not smollm2_report.as_json(work, plan, outcomes)["identical"]
-
-
-def test_a_recording_is_replayed_at_its_own_pace_by_the_command(
-    work: smollm2.Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from dpurt.cli import main
-
-    plan = smollm2.Plan(
-        steps=3, staging=0.3, budget=4, history_ahead=1, ahead=(1,), device=DEVICE, settings=SETTINGS
-    )
-    smollm2.run_mode(work, plan, smollm2.modes(4, (1,))[2], tmp_path, tmp_path)
-    assert (
-        main(["replay", str(tmp_path / "hints-1-ahead.npz"), "--staging", "0.3", "--policy", "lru,dpurt"])
-        == 0
-    )
+    recording = str(tmp_path / "hints-1-ahead.npz")
+    assert main(["replay", recording, "--staging", "0.3", "--policy", "lru,dpurt"]) == 0
     assert "at the recorded pace" in capsys.readouterr().out
 
 
