@@ -21,6 +21,7 @@ import zmq
 from numpy.typing import NDArray
 
 from dpurt.config import Config
+from dpurt.core.attention import MASS_OF
 from dpurt.core.events import (
     Arrived,
     Consumed,
@@ -40,6 +41,7 @@ from dpurt.runtime.actor import Actor
 from dpurt.transport import CurveServer, SocketOptions, ZmqSocket, open_context, serve_zap, user_id
 from dpurt.wire import messages as m
 
+from .decode import DecodeAgent, Decoding
 from .fabric import FabricAgent
 from .hosts import Hosts, Refusal
 from .index import IndexAgent
@@ -69,6 +71,7 @@ class GatewayAgent(Actor[None]):
         staging: StagingAgent,
         intake: Intake,
         fabric: FabricAgent,
+        decode: DecodeAgent,
         observe: Callable[[Event], object],
         node_stats: Callable[[], dict[str, object]],
     ) -> None:
@@ -79,6 +82,7 @@ class GatewayAgent(Actor[None]):
         self._staging = staging
         self._intake = intake
         self._fabric = fabric
+        self._decode = decode
         self._observe = observe
         self._node_stats = node_stats
         self.hosts = Hosts(config, incarnation, index, staging, intake, fabric, observe)
@@ -281,8 +285,10 @@ class GatewayAgent(Actor[None]):
             return m.Ok(
                 id=hint.id, count=self.hosts.end_scope(session, scope, Finished(scope.sequence, hint.reason))
             )
-        if hint.kind == "decode" and hint.group >= scope.state.layout.num_parts:
-            raise Refusal("malformed", f"group {hint.group} of a block with {scope.state.layout.num_parts}")
+        if hint.kind == "decode":
+            _check_decode(scope, hint)
+            if self._decode.hint(scope, hint):
+                return m.Ok(id=hint.id, count=1)
         self._observe(self._hint_event(scope, hint))
         return m.Ok(id=hint.id, count=1)
 
@@ -293,8 +299,12 @@ class GatewayAgent(Actor[None]):
         if hint.kind == "resume":
             return Resumed(scope.sequence)
         need_by = trio.current_time() + hint.need_ms / 1000
-        ranked = (Ranked(hint.group, self._refs_at(scope, hint.ranked), need_by),) if hint.ranked else ()
-        return DecodeStep(scope.sequence, hint.step, hint.group, self._refs_at(scope, hint.touched), ranked)
+        group = hint.group if hint.ranked_group is None else hint.ranked_group
+        ranked = (Ranked(group, self._refs_at(scope, hint.ranked), need_by),) if hint.ranked else ()
+        touched, masses = self._refs_at(scope, hint.touched), None
+        if hint.masses and len(touched) == len(hint.touched):
+            masses = tuple(MASS_OF[np.frombuffer(hint.masses, np.uint8)].tolist())
+        return DecodeStep(scope.sequence, hint.step, hint.group, touched, ranked, masses)
 
     @staticmethod
     def _refs_at(scope: Scope, positions: Sequence[int]) -> tuple[int, ...]:
@@ -355,30 +365,58 @@ class GatewayAgent(Actor[None]):
         scope = self.hosts.scope(session, request.request, request.shard)
         state = scope.state
         parts = self._parts(state, request.parts)
-        if request.landing is not None and len(request.landing.offsets) != request.count:
+        positions = request.blocks or range(request.first, request.first + request.count)
+        if request.landing is not None and len(request.landing.offsets) != len(positions):
             raise Refusal("malformed", "a landing needs one offset a block")
-        if request.first + request.count > len(scope.handles):
+        if max(positions) >= len(scope.handles):
             self._catch_up(scope)
-        handles = scope.handles[request.first : request.first + request.count].tolist()
-        self._observe(Consumed(scope.sequence, request.first, len(handles)))
         is_view = session.fabric == "shm" or request.landing is not None
         expires = None if is_view else deadline + self.config.staging.lease_s
-        acquired = await self._staging.acquire(
-            state, handles, request.shard, parts.mask, scope.number, scope.sequence, expires, deadline
-        )
-        acquired += [Acquired("miss", reason="beyond the matched prefix")] * (request.count - len(handles))
+        decoding = self._decode.takes(scope, positions, parts)
+        if decoding is not None:
+            acquired = await self._decode.acquire(decoding, parts.start, positions, expires, deadline)
+        else:
+            acquired = await self._acquire(scope, request, positions, parts, expires, deadline)
         if (
             session.scopes.get(scope.request) is not scope
         ):  # the scope ended while we waited: so did its leases
             self._staging.drop_leases(acquired)
             raise Refusal("cancelled", f"request {request.request!r} ended")
-        grants = [self._grant(state, one, parts) for one in acquired]
+        grants = [self._grant(state, one, parts, decoding) for one in acquired]
         if request.landing is not None:
             await self._push(session, state, request.landing, grants, deadline)
-        self._count_loads(session, state, scope, request.first, grants)
+        self._count_loads(session, state, scope, positions, grants)
         return m.LoadReply(
             id=request.id, blocks=grants, part_bytes=state.part_bytes[parts.start : parts.stop]
         )
+
+    async def _acquire(
+        self,
+        scope: Scope,
+        request: m.Load,
+        positions: Sequence[int],
+        parts: PartRun,
+        expires: float | None,
+        deadline: float,
+    ) -> list[Acquired]:
+        """From the space's ordinary staging, an answer for each position."""
+        handles = scope.handles[[p for p in positions if p < len(scope.handles)]].tolist()
+        if not request.blocks:
+            self._observe(Consumed(scope.sequence, request.first, len(handles)))
+        found = iter(
+            await self._staging.acquire(
+                scope.state,
+                handles,
+                request.shard,
+                parts.mask,
+                scope.number,
+                scope.sequence,
+                expires,
+                deadline,
+            )
+        )
+        beyond = Acquired("miss", reason="beyond the matched prefix")
+        return [next(found) if p < len(scope.handles) else beyond for p in positions]
 
     def _catch_up(self, scope: Scope) -> None:
         """More of the scope's prompt may be here by now: stored in it, or by others."""
@@ -394,7 +432,9 @@ class GatewayAgent(Actor[None]):
             raise Refusal("malformed", f"parts [{start}, {stop}) of a block with {state.layout.num_parts}")
         return PartRun(start, stop)
 
-    def _grant(self, state: SpaceState, one: Acquired, parts: PartRun) -> m.Grant:
+    def _grant(self, state: SpaceState, one: Acquired, parts: PartRun, decoding: Decoding | None) -> m.Grant:
+        if decoding is not None:
+            return self._decode.grant(decoding, parts.start, one)
         if one.status != "ok":
             return m.Grant(status=one.status, reason=one.reason)
         at = state.payload_at(one.slot, parts.start)
@@ -433,14 +473,19 @@ class GatewayAgent(Actor[None]):
                     grant.status, grant.reason = "error", error
 
     def _count_loads(
-        self, session: Session, state: SpaceState, scope: Scope, first: int, grants: Sequence[m.Grant]
+        self,
+        session: Session,
+        state: SpaceState,
+        scope: Scope,
+        positions: Sequence[int],
+        grants: Sequence[m.Grant],
     ) -> None:
         counters = session.counters
         counters.blocks += len(grants)
-        for i, grant in enumerate(grants):
+        for position, grant in zip(positions, grants, strict=True):
             if grant.status != "ok":
                 counters.misses[grant.status] = counters.misses.get(grant.status, 0) + 1
-                self._index.note_refusal(state, scope.handles, first + i, grant.status, grant.reason)
+                self._index.note_refusal(state, scope.handles, position, grant.status, grant.reason)
                 continue
             counters.bytes_loaded += grant.length
             if grant.source == "staging":
@@ -529,3 +574,15 @@ def _lengths(scope: Scope) -> tuple[int, int]:
         return len(scope.digests or ()), 0
     geometry = scope.state.space.geometry
     return len(scope.tokens) // geometry.block_token_bytes, len(scope.tokens) // geometry.token_bytes
+
+
+def _check_decode(scope: Scope, hint: m.Hint) -> None:
+    """Refusal for a hint that cannot be of this space, or contradicts itself."""
+    num_parts = scope.state.layout.num_parts
+    for group in (hint.group, hint.ranked_group or 0):
+        if group >= num_parts:
+            raise Refusal("malformed", f"group {group} of a block with {num_parts}")
+    if hint.masses and len(hint.masses) != len(hint.touched):
+        raise Refusal("malformed", f"{len(hint.masses)} masses for {len(hint.touched)} touched blocks")
+    if hint.shard != scope.shard:
+        raise Refusal("malformed", f"shard {hint.shard} of a request that was looked up for {scope.shard}")

@@ -23,7 +23,7 @@ import trio
 from dpurt.agents.block_store import StoreFull
 from dpurt.agents.flash import RETRY_S, FlashTier
 from dpurt.core.endurance import WriteBudget
-from dpurt.core.record import RecordError
+from dpurt.core.record import RecordError, RecordLayout
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
 
@@ -58,6 +58,19 @@ class ReadJob:
     started: bool = False
     queued: bool = True
     began: float | None = None  # when the device was given it
+    layout: RecordLayout | None = (
+        None  # of `image`: where the bytes go, if not into a slot of the space's own slab
+    )
+    image: memoryview | None = None
+
+    def destination(self) -> tuple[RecordLayout, memoryview]:
+        """Where the bytes go."""
+        return self.layout or self.state.layout, self.image or self.state.slab.image(self.slot)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of the image it fills."""
+        return (self.layout or self.state.layout).record_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +120,7 @@ class StorageAgent(Actor[None]):
         """Queue a read."""
         (self._demand if job.is_demand else self._prefetch).append(job)
         if job.is_demand:
-            self.bytes_wanted += job.state.layout.record_bytes
+            self.bytes_wanted += job.record_bytes
         self._wake_worker()
 
     def promote(self, job: ReadJob) -> None:
@@ -115,7 +128,7 @@ class StorageAgent(Actor[None]):
         if job.is_demand:
             return
         job.is_demand = True
-        self.bytes_wanted += job.state.layout.record_bytes
+        self.bytes_wanted += job.record_bytes
         if not job.started:
             self._demand.append(job)  # its place in the prefetch queue is skipped later
             self._wake_worker()
@@ -208,9 +221,10 @@ class StorageAgent(Actor[None]):
     async def _do_read(self, job: ReadJob) -> None:
         status, settled = "error", None
         began = job.began = trio.current_time()
+        layout, image = job.destination()
         try:
             await self.store.read(
-                job.state.layout, job.extent, job.state.slab.image(job.slot),
+                layout, job.extent, image,
                 key=job.key, shard=job.shard, parts_mask=job.parts_mask,
                 deadline=min(job.deadline, began + self.deadline_s),  # a host's patience is no device's excuse
             )  # fmt: skip
@@ -232,7 +246,7 @@ class StorageAgent(Actor[None]):
     def _finish(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
         self.read_status[status] = self.read_status.get(status, 0) + 1
         if job.is_demand:
-            self.bytes_wanted -= job.state.layout.record_bytes
+            self.bytes_wanted -= job.record_bytes
         job.done(job, status, settled)
 
     async def _write_some(self) -> None:
@@ -299,7 +313,7 @@ class StorageAgent(Actor[None]):
 
     def _measure(self, job: ReadJob, began: float) -> None:
         elapsed = max(trio.current_time() - began, 1e-6)
-        rate = job.state.layout.record_bytes / elapsed * max(1, self._reading + self._prefetching)
+        rate = job.record_bytes / elapsed * max(1, self._reading + self._prefetching)
         self._rate += 0.05 * (rate - self._rate)
 
     def estimate_s(self, num_bytes: int) -> float:

@@ -19,6 +19,7 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import BlockStore
+from dpurt.agents.decode import DecodeAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -35,9 +36,11 @@ from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
+from dpurt.bdev.paced import PacedBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
 from dpurt.core.endurance import DAY_S, WriteBudget
+from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
 from dpurt.core.ledger import Totals
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
@@ -151,7 +154,10 @@ class Node:
             if has_content(path):  # refuse somebody else's file before it is grown to the size of a store
                 async with aclosing(await FileBdev.open(path)) as found:
                     await BlockStore.survey(found, deadline_s=spec.deadline_s)
-        return await open_bdev(spec.kind, **params)
+        bdev = await open_bdev(spec.kind, **params)
+        if isinstance(spec, FileBdevConfig) and spec.profile is not None:
+            return PacedBdev(bdev, spec.profile.to_profile(spec.name, spec.queue_depth))
+        return bdev
 
     async def _open_store(self, spec: BdevConfig) -> BlockStore:
         bdev = await self._open_bdev(spec)
@@ -181,6 +187,7 @@ class Node:
         access = Access(self.staging, self.intake)
         fabrics, off = self._fabrics(access)
         self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
+        self.decode = DecodeAgent(self.index, self.storage)
         setup = self._prefetch_setup()
         predictors = setup.make_predictors() if config.prefetch.enabled else []
         self._make_spaces(outlook_of(predictors))
@@ -194,8 +201,8 @@ class Node:
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
         self.gateway = GatewayAgent(
-            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
-            self.prefetch.observe, self.stats,
+            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
+            self._observe, self.stats,
         )  # fmt: skip
         taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway)
         self.recorder = RecorderAgent(taps, self._recording_header)
@@ -232,6 +239,7 @@ class Node:
             layouts = {name: RecordLayout.of(config.to_space(name)) for name in shares}
             slots = {name: max(1, int(share) // layouts[name].record_bytes) for name, share in shares.items()}
             size = sum(slots[name] * layouts[name].record_bytes for name in shares)
+            size += sum(config.space_named(name).decode_bytes for name in shares)
             region = MemfdRegion(number + 1, f"staging-{domain}", size)
             self.regions.append(region)
             self.fabric.offer(region)
@@ -244,6 +252,25 @@ class Node:
                 self.staging.slabs.append(slab)
                 self._add_state(name, self.store.epochs.get(name, 0), slab)
                 start += slots[name] * stride
+                start += self._make_decode_staging(name, layouts[name].num_parts, region, start)
+
+    def _make_decode_staging(self, name: str, num_parts: int, region: MemfdRegion, start: int) -> int:
+        """A slab of part-sized slots, if the space has decode staging; the bytes it takes."""
+        space = self.config.space_named(name)
+        if space.decode is None:
+            return 0
+        stride = space.part_slot_bytes
+        slots = space.decode_bytes // stride
+        pool = StagingPool(slots, 1, make_policy("fifo", slots))
+        slab = Slab(len(self.staging.slabs), region, start, stride, pool, holds_parts=True)
+        self.staging.slabs.append(slab)
+        self.decode.offer(name, slab, space.decode, num_parts)
+        return space.decode_bytes
+
+    def _observe(self, event: Event) -> None:
+        """What the gateway has to tell."""
+        self.decode.observe(event)
+        self.prefetch.observe(event)
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
@@ -412,6 +439,7 @@ class Node:
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
             "recorder": self.recorder.status,
+            "decode": self.decode.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

@@ -109,6 +109,24 @@ class BlockingClient:
             ),
         )
 
+    def load_blocks(
+        self,
+        request: str,
+        blocks: Sequence[int],
+        into: Sequence[memoryview | bytearray],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """See `Client.load_blocks`; for the buffers, `load`."""
+        return self._run(
+            timeout_s,
+            lambda budget: self._client.load_blocks(
+                request, blocks, into, parts=parts, shard=shard, timeout_s=budget
+            ),
+        )
+
     def store(
         self,
         space: str,
@@ -178,6 +196,28 @@ class BlockingClient:
         if not self._closed:
             with suppress(trio.RunFinishedError):
                 self._loop.token.run_sync_soon(_offer, self._loop.hints, hint)
+
+    def decode_step(
+        self,
+        request: str,
+        step: int,
+        group: int,
+        touched: Sequence[int],
+        *,
+        masses: bytes = b"",
+        ranked: Sequence[int] = (),
+        ranked_group: int | None = None,
+        need_s: float = 0.0,
+        shard: int = 0,
+    ) -> None:
+        """See `Client.decode_step`. Returns when it is on its way, so that loads after it come after it."""
+        self._run(
+            None,
+            lambda _budget: self._client.decode_step(
+                request, step, group, touched, masses=masses, ranked=ranked, ranked_group=ranked_group, need_s=need_s,
+                shard=shard,
+            ),
+        )  # fmt: skip
 
     def finish(self, request: str, reason: str = "") -> None:
         """See `Client.finish`. Returns at once."""

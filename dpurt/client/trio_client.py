@@ -339,6 +339,30 @@ class Client:
         if self._session is not None:
             await self._post(hint)
 
+    async def decode_step(
+        self,
+        request: str,
+        step: int,
+        group: int,
+        touched: Sequence[int],
+        *,
+        masses: bytes = b"",
+        ranked: Sequence[int] = (),
+        ranked_group: int | None = None,
+        need_s: float = 0.0,
+        shard: int = 0,
+    ) -> None:
+        """Tell what a layer group does in a sparse decode step, before its blocks are loaded; see `wire.messages.Hint`.
+
+        `masses`: `dpurt.core.attention.mass_codes` of the touched blocks' shares of attention, if the engine knows them.
+        """
+        await self.hint(
+            m.Hint(
+                request=request, kind="decode", step=step, group=group, touched=list(touched), masses=masses,
+                ranked=list(ranked), ranked_group=ranked_group, need_ms=int(1000 * need_s), shard=shard,
+            )
+        )  # fmt: skip
+
     async def finish(self, request: str, reason: str = "") -> None:
         """The request is over: its scope ends, `reason` (``end_turn``, ``tool_use``) feeds the predictors."""
         await self.hint(m.Hint(request=request, kind="finish", reason=reason))
@@ -357,10 +381,31 @@ class Client:
 
         Any writable, contiguous buffer will do.
         """
+        message = m.Load(request=request, first=first, count=max(1, len(into)), parts=parts, shard=shard)
+        return await self._load_into(message, into, timeout_s)
+
+    async def load_blocks(
+        self,
+        request: str,
+        blocks: Sequence[int],
+        into: Sequence[memoryview | bytearray],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """As `load`, of any blocks: their positions in the prompt, one buffer each. For sparse attention."""
+        if len(blocks) != len(into):
+            raise ValueError(f"{len(into)} buffers for {len(blocks)} blocks")
+        message = m.Load(request=request, blocks=list(blocks), parts=parts, shard=shard)
+        return await self._load_into(message, into, timeout_s)
+
+    async def _load_into(
+        self, message: m.Load, into: Sequence[memoryview | bytearray], timeout_s: float | None
+    ) -> list[LoadedBlock]:
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         if not into:
             return []
-        message = m.Load(request=request, first=first, count=len(into), parts=parts, shard=shard)
         reply = await self._load(message, deadline)
         try:
             arrived = [

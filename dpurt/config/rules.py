@@ -181,6 +181,13 @@ def _spaces(config: Config) -> Iterator[Problem]:
             yield f"$.space[{i}].tenant", f"no tenant {space.tenant!r}; known: {', '.join(tenants)}"
         if (space.lora_name is None) != (space.lora_version is None):
             yield f"$.space[{i}]", "lora_name and lora_version go together"
+        least = 0 if space.decode is None else space.decode.sequences * len(space.geometry.groups)
+        if space.decode_slots < least:
+            yield (
+                f"$.space[{i}].decode.staging_bytes",
+                f"holds {space.decode_slots} slots of {space.part_slot_bytes:,} bytes, fewer than {least}: one for each "
+                f"layer group of each sequence",
+            )
         other = owner.setdefault(space.trust_domain, space.tenant)
         if space.domain is None and other != space.tenant:
             yield (
@@ -215,6 +222,7 @@ def _envelope(config: Config) -> Iterator[Problem]:
     if config.envelope is None:
         return
     needed = config.staging.bytes + sum(host.inbound_bytes for host in config.host)
+    needed += sum(space.decode_bytes for space in config.space)
     if needed > config.envelope.dram_bytes:
         yield (
             "$.staging.bytes",

@@ -23,6 +23,7 @@ from dpurt.errors import RemoteProtocolError
 PROTOCOL = 1
 MAX_BLOCKS = 4096  # blocks in one load, reserve, commit or release
 MAX_TOKEN_BYTES = 16 << 20
+MAX_RANKED = 256  # blocks an engine may rank for one layer group
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Short = Annotated[str, Meta(max_length=256)]
@@ -34,6 +35,7 @@ Tokens = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=8, max_length=64)]
 Digests = Annotated[list[Digest], Meta(max_length=1 << 17)]
 BlockList = Annotated[list[Count], Meta(max_length=MAX_BLOCKS)]
+RankedList = Annotated[list[Count], Meta(max_length=MAX_RANKED)]
 IdList = Annotated[list[Id], Meta(max_length=MAX_BLOCKS)]
 Parts = tuple[Annotated[int, Meta(ge=0, le=128)], Annotated[int, Meta(ge=0, le=128)]]
 
@@ -117,8 +119,13 @@ class Hint(Request, tag="hint"):
     """What the engine knows. ``arrival`` opens a scope as ``will_load`` does, before any scheduler tick (U20).
 
     ``pause`` / ``resume``: the sequence waits for a tool or user (`expected_ms`). ``finish`` ends the scope (`reason` e.g.
-    ``end_turn``, ``tool_use``). ``decode``: blocks a sparse step touched, and blocks ranked for a layer group ahead,
-    needed in `need_ms`; numbers are positions in the request's chain.
+    ``end_turn``, ``tool_use``).
+
+    ``decode``: what one layer group (`group`) does in decode step `step`; numbers of blocks are positions in the request's
+    chain. `touched`: the blocks it attends to, told as soon as they are chosen: those not staged are read at once, and a
+    `load` of them follows. `masses`: their shares of attention, one code a block (q means 2 ** (-q / 8)), or empty.
+    `ranked`: blocks the engine expects the group `ranked_group` (null: `group`) to touch at its next turn, best first, wanted
+    in `need_ms`. A space with decode staging is told in the order the groups run; others get what they can use of it.
     """
 
     request: Name
@@ -131,7 +138,9 @@ class Hint(Request, tag="hint"):
     step: Count = 0
     group: Count = 0
     touched: BlockList = []
-    ranked: BlockList = []
+    masses: Annotated[bytes, Meta(max_length=MAX_BLOCKS)] = b""
+    ranked: RankedList = []
+    ranked_group: Count | None = None
     need_ms: Count = 0
     shard: Count = 0
 
@@ -144,14 +153,16 @@ class Landing(Struct, kw_only=True):
 
 
 class Load(Request, tag="load"):
-    """Blocks [first, first + count) of the scope's matched chain. Pull: leases come back. Push: bytes do, into `landing`.
+    """Blocks [first, first + count) of the scope's matched chain, or those in `blocks` (positions in it), if there are any.
+    Pull: leases come back. Push: bytes do, into `landing`.
 
     `parts` narrows to layer groups [start, stop).
     """
 
     request: Name
-    first: Count
-    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    first: Count = 0
+    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] = 1
+    blocks: BlockList = []
     parts: Parts | None = None
     shard: Count = 0
     landing: Landing | None = None
