@@ -81,13 +81,21 @@ class BlockingClient:
         digests: Sequence[bytes] | None = None,
         will_load: bool = True,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
         """See `Client.lookup`."""
         return self._run(
             timeout_s,
             lambda budget: self._client.lookup(
-                space, request, tokens, digests=digests, will_load=will_load, shard=shard, timeout_s=budget
+                space,
+                request,
+                tokens,
+                digests=digests,
+                will_load=will_load,
+                shard=shard,
+                chained=chained,
+                timeout_s=budget,
             ),
         )
 
@@ -119,13 +127,22 @@ class BlockingClient:
         *,
         digests: Sequence[bytes] | None = None,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> list[str]:
         """See `Client.store`."""
         return self._run(
             timeout_s,
             lambda budget: self._client.store(
-                space, request, tokens, first, payloads, digests=digests, shard=shard, timeout_s=budget
+                space,
+                request,
+                tokens,
+                first,
+                payloads,
+                digests=digests,
+                shard=shard,
+                chained=chained,
+                timeout_s=budget,
             ),
         )
 
@@ -186,6 +203,10 @@ class BlockingClient:
     def cancel(self, request: str, timeout_s: float | None = None) -> int:
         """See `Client.cancel`."""
         return self._run(timeout_s, lambda budget: self._client.cancel(request, budget))
+
+    def delete(self, space: str, digests: Sequence[bytes], timeout_s: float | None = None) -> int:
+        """See `Client.delete`."""
+        return self._run(timeout_s, lambda budget: self._client.delete(space, digests, budget))
 
     def explain(
         self,

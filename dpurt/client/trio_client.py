@@ -324,11 +324,15 @@ class Client:
         digests: Sequence[bytes] | None = None,
         will_load: bool = True,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
-        """How much of a prompt (raw little-endian tokens, or chained digests) the node has."""
+        """How much of a prompt (raw little-endian tokens, or digests) the node has.
+
+        Digests that are not `chained` stand alone: `LookupReply.is_present` tells of each; a load's positions are theirs.
+        """
         message = m.Lookup(
-            space=space, request=request, shard=shard, intent="will_load" if will_load else "probe",
+            space=space, request=request, shard=shard, chained=chained, intent="will_load" if will_load else "probe",
             tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
@@ -453,6 +457,7 @@ class Client:
         *,
         digests: Sequence[bytes] | None = None,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> list[str]:
         """Store the KV of blocks [first, first + len(payloads)) of a prompt; a status for each (`wire.messages.CommitReply`)."""
@@ -461,7 +466,7 @@ class Client:
             return []
         self._check_sizes(space, payloads)
         reserve = m.Reserve(
-            space=space, request=request, first=first, count=len(payloads), shard=shard,
+            space=space, request=request, first=first, count=len(payloads), shard=shard, chained=chained,
             tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
@@ -506,6 +511,10 @@ class Client:
     async def cancel(self, request: str, timeout_s: float | None = None) -> int:
         """End a scope; returns how many leases, reservations and prefetches it held."""
         return (await self._call(m.Cancel(request=request), m.Ok, timeout_s)).count
+
+    async def delete(self, space: str, digests: Sequence[bytes], timeout_s: float | None = None) -> int:
+        """These blocks are not wanted any more (see `wire.messages.Delete`); how many were there."""
+        return (await self._call(m.Delete(space=space, digests=list(digests)), m.Ok, timeout_s)).count
 
     async def explain(
         self,
