@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from dpurt.client.trio_client import Client, LoadedBlock, connect
+from dpurt.client.trio_client import Client, LoadedBlock, Payload, Room, connect
 from dpurt.core.identity import Space
 from dpurt.errors import DeadlineExceeded, NodeUnavailable
 from dpurt.fabric import MemoryRegion
@@ -103,7 +103,7 @@ class BlockingClient:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview | bytearray],
+        into: Sequence[Room],
         *,
         parts: tuple[int, int] | None = None,
         shard: int = 0,
@@ -123,7 +123,7 @@ class BlockingClient:
         request: str,
         tokens: bytes | memoryview | None,
         first: int,
-        payloads: Sequence[memoryview | bytes],
+        payloads: Sequence[Payload],
         *,
         digests: Sequence[bytes] | None = None,
         shard: int = 0,
@@ -233,6 +233,27 @@ class BlockingClient:
     def is_connected(self) -> bool:
         """See `Client.is_connected`."""
         return self._client.is_connected
+
+    def submit(
+        self, call: Callable[[Client, float], Awaitable[T]], timeout_s: float | None = None
+    ) -> Future[T]:
+        """Start `call(client, budget)` on the client's thread, and return at once.
+
+        The future ends when the call has ended, so from then on nothing touches the buffers it was given. It raises
+        what the call did, `DeadlineExceeded` once the budget is over, `NodeUnavailable` when this client is closed.
+        """
+        budget = self._budget(timeout_s)
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()  # it cannot be taken back
+        try:
+            if self._closed:
+                raise trio.RunFinishedError
+            self._loop.token.run_sync_soon(
+                self._start, outcome, lambda inner: call(self._client, inner), budget
+            )
+        except trio.RunFinishedError:
+            outcome.set_exception(NodeUnavailable(self._endpoint, "this client is closed"))
+        return outcome
 
     # --- the two sides of a call ---
 
