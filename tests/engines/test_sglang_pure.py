@@ -27,6 +27,25 @@ FACTS = PoolFacts(
     buffer_bytes=(3072, 3072),
 )  # fmt: skip
 
+REST_OF_A_TOPOLOGY = """
+[node]
+name = "n"
+[staging]
+bytes = "16 MiB"
+[[bdev]]
+name = "b"
+kind = "memory"
+size_bytes = "64 MiB"
+segment_bytes = "1 MiB"
+[[tenant]]
+name = "t"
+salt = "sixteen bytes or more"
+[[host]]
+name = "h"
+spaces = ["main"]
+fabrics = ["tcp"]
+"""
+
 
 def space(facts: PoolFacts = FACTS, ranks: Ranks | None = None, **names: str) -> Space:
     words = {"model": "m", "revision": "r", "tenant": "t", **names}
@@ -96,11 +115,7 @@ def test_ranks_that_hold_the_same_pages_share_a_shard() -> None:
 
 def test_the_table_to_paste_is_the_space() -> None:
     mine = space(ranks=Ranks(tp_size=2))
-    tree = tomllib.loads(
-        topology_table("main", mine)
-        + '\n[node]\nname = "n"\n[staging]\nbytes = "16 MiB"\n[[bdev]]\nname = "b"\nkind = "memory"\nsize_bytes = "64 MiB"\nsegment_bytes = "1 MiB"\n'
-        '[[tenant]]\nname = "t"\nsalt = "sixteen bytes or more"\n[[host]]\nname = "h"\nspaces = ["main"]\nfabrics = ["tcp"]\n'
-    )
+    tree = tomllib.loads(topology_table("main", mine) + REST_OF_A_TOPOLOGY)
     theirs = config_from(tree).to_space("main")
     check_same_space(theirs, dataclasses.replace(mine, salt=theirs.salt), theirs.fingerprint())
 

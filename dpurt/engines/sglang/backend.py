@@ -69,15 +69,18 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
         self._pool: Any = None
         self._moved = _Moved(self._settings.metrics_batches)
         self._load_budget = _load_budget(self._settings)
+        self._is_flat = False  # is a page's tensor its buffers, one after the other?
 
     # --- the pool ---
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """SGLang's host pool: from here on pages have a size and an identity. Says hello to the node, without waiting."""
         self.mem_pool_host = self._pool = mem_pool_host
+        facts = _facts_of(mem_pool_host, self._config.is_mla_model)
+        self._is_flat = len(facts.buffer_bytes) <= 2
         space = space_of(
-            _facts_of(mem_pool_host, self._config.is_mla_model), self._ranks, model=self._model(),
-            revision=self._revision(), tenant=self._access.tenant, salt=self._access.salt,
+            facts, self._ranks, model=self._model(), revision=self._revision(), tenant=self._access.tenant,
+            salt=self._access.salt,
         )  # fmt: skip
         self.close()
         log.info("dpurt: this engine's space is:\n%s", topology_table(self._settings.space, space))
@@ -151,6 +154,8 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
         return self._store.find(digests_of(keys), will_load=will_load).wait()
 
     # --- pages in tensors: without `interface_v1`, and for tools ---
+    #
+    # Only where a page's tensor has the bytes in the order of its buffers: not with the layer-first layout.
 
     def exists(self, key: str) -> bool:
         """Is this page there?"""
@@ -165,11 +170,11 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[torch.Tensor | None]:
         """Pages into tensors, one a page; None for each that is not there."""
         targets = list(target_locations or [])
-        if self._store is None or len(targets) != len(keys) or any(target is None for target in targets):
+        if self._tensor_store is None or len(targets) != len(keys) or any(one is None for one in targets):
             return [None] * len(keys)
         tokens = len(keys) * self._pool.page_size
         rooms = [[_bytes_of(target)] for target in targets]
-        loaded = self._store.get(digests_of(keys), rooms, self._load_budget.of(tokens)).wait()
+        loaded = self._tensor_store.get(digests_of(keys), rooms, self._load_budget.of(tokens)).wait()
         return [target if ok else None for target, ok in zip(targets, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -183,10 +188,14 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
         if not self._config.is_storage_writer:
             return True
         tensors = list(values or [])
-        if self._store is None or len(tensors) != len(keys):
+        if self._tensor_store is None or len(tensors) != len(keys):
             return False
         payloads = [[_bytes_of(tensor.contiguous())] for tensor in tensors]
-        return all(self._store.put(digests_of(keys), payloads).wait())
+        return all(self._tensor_store.put(digests_of(keys), payloads).wait())
+
+    @property
+    def _tensor_store(self) -> DigestStore | None:
+        return self._store if self._is_flat else None
 
     def delete(self, keys: Sequence[str]) -> bool:
         """These pages are not wanted any more, by any rank. Not a call of SGLang's: for tools and tests."""

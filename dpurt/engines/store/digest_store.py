@@ -56,9 +56,15 @@ class Budgets:
 
 
 class Answer:
-    """What a call found, block by block. All that was not answered in time is False."""
+    """What a call found, block by block. All that was not answered in time is False.
 
-    def __init__(self, store: DigestStore, blocks: list[bool], future: Future[None]) -> None:
+    `fresh`, once a `put` has ended: the blocks that were not there before.
+    """
+
+    def __init__(
+        self, store: DigestStore, blocks: list[bool], future: Future[None], fresh: list[bool] | None = None
+    ) -> None:
+        self.fresh = fresh or []
         self._store = store
         self._blocks = blocks
         self._future = future
@@ -147,12 +153,24 @@ class DigestStore:
 
     def put(self, digests: Sequence[bytes], payloads: Sequence[Room]) -> Answer:
         """Store blocks. True also where the block is there already."""
-        kept = [False] * len(digests)
+        kept, fresh = [False] * len(digests), [False] * len(digests)
         return self._start(
-            lambda client, budget: self._put(client, budget, tuple(digests), payloads, kept),
+            lambda client, budget: self._put(client, budget, tuple(digests), payloads, kept, fresh),
             kept,
             self._budgets.store_s,
+            fresh,
         )
+
+    def release(self, digests: Sequence[bytes]) -> None:
+        """What a `find` made ready will not be got. Does not wait."""
+
+        async def call(client: Client, budget: float) -> None:
+            for digest in digests:
+                scope = self._scopes.pop(digest, None)
+                if scope is not None:
+                    await client.finish(scope.request)
+
+        self._client.submit(call, self._budgets.find_s)
 
     def delete(self, digests: Sequence[bytes]) -> Answer:
         """These blocks are not wanted any more. True where the node has heard of it."""
@@ -249,6 +267,7 @@ class DigestStore:
         digests: tuple[bytes, ...],
         payloads: Sequence[Room],
         kept: list[bool],
+        fresh: list[bool],
     ) -> None:
         deadline = trio.current_time() + budget
         request = self._new_request()
@@ -262,6 +281,7 @@ class DigestStore:
                     )  # fmt: skip
                     self._note_stored(statuses)
                     kept[first : first + len(statuses)] = [status in _STORED for status in statuses]
+                    fresh[first : first + len(statuses)] = [status == "stored" for status in statuses]
             finally:
                 with trio.CancelScope(shield=True):
                     await client.finish(request)
@@ -282,9 +302,10 @@ class DigestStore:
     # --- counting and telling ---
 
     def _start(
-        self, call: Callable[[Client, float], Awaitable[None]], blocks: list[bool], budget_s: float
-    ) -> Answer:
-        return Answer(self, blocks, self._client.submit(call, budget_s))
+        self, call: Callable[[Client, float], Awaitable[None]], blocks: list[bool], budget_s: float,
+        fresh: list[bool] | None = None,
+    ) -> Answer:  # fmt: skip
+        return Answer(self, blocks, self._client.submit(call, budget_s), fresh)
 
     def note(self, future: Future[None]) -> None:
         """Wait for a call, and take note of how it ended."""
