@@ -47,7 +47,7 @@ from .hosts import Hosts, Refusal
 from .index import IndexAgent
 from .intake import Intake
 from .refusals import RefusalLog
-from .sessions import Scope, Session
+from .sessions import NO_HANDLE, Scope, Session
 from .spaces import SpaceState
 from .staging import Acquired, StagingAgent
 from .tape import Tape
@@ -100,7 +100,7 @@ class GatewayAgent(Actor[None]):
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
             m.Cancel: self._cancel, m.Explain: self._explain, m.Stats: self._stats, m.Ping: self._ping,
-            m.Bye: self._bye,
+            m.Bye: self._bye, m.Delete: self._delete,
         }  # fmt: skip
 
     # --- sockets ---
@@ -237,16 +237,42 @@ class GatewayAgent(Actor[None]):
         session.counters.lookups += 1
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a lookup has either tokens or digests")
+        if not request.chained:
+            return self._lookup_each(session, state, request)
         ids = self._index.match(state, request.tokens, request.digests)
         if request.intent == "will_load":
             self._arrive(session, state, request.request, request.tokens, request.digests, request.shard, ids)
+        return self._found(state, request, ids, len(ids))
+
+    def _lookup_each(self, session: Session, state: SpaceState, request: m.Lookup) -> m.LookupReply:
+        """A lookup of digests of which each stands alone."""
+        if request.digests is None:
+            raise Refusal("malformed", "tokens are a chain: only digests can stand alone")
+        found = self._index.find(state, request.digests)
+        is_here = found >= 0
+        ids = found[is_here]
+        if request.intent == "will_load":
+            scope = self.hosts.open_scope(
+                session, request.request, state, None, request.digests, request.shard, chained=False
+            )
+            scope.handles = state.known_handles(found)
+            self._after_reply.append((session, scope, ids))
+        missing = len(found) if is_here.all() else int(is_here.argmin())
+        reply = self._found(state, request, ids, missing)
+        reply.present = np.packbits(is_here, bitorder="little").tobytes()
+        return reply
+
+    def _found(
+        self, state: SpaceState, request: m.Lookup, ids: NDArray[np.int32], missing: int
+    ) -> m.LookupReply:
+        """The answer to a lookup that found `ids`, and not the block at position `missing`."""
         staged = self._index.count_staged(state, ids, request.shard)
         flying = self._staging.count_in_flight(state, ids, request.shard)
         return m.LookupReply(
             id=request.id, matched_blocks=len(ids), staging=staged, in_flight=flying, nvme=len(ids) - staged - flying,
             matched_tokens=len(ids) * state.space.geometry.block_tokens,
             ready_ms=self._staging.ready_ms(len(ids) - staged, state.layout.record_bytes),
-            miss=self._index.why_not(state, request.tokens, request.digests, len(ids), request.shard),
+            miss=self._index.why_not(state, request.tokens, request.digests, missing, request.shard),
         )  # fmt: skip
 
     def _arrive(
@@ -263,7 +289,7 @@ class GatewayAgent(Actor[None]):
             return  # the host did not take the answer, and is gone
         state = scope.state
         self._index.touch(state, ids, scope.used_at)
-        refs = state.refs(scope.handles.tolist(), scope.shard)
+        refs = state.refs(scope.handles[scope.handles != NO_HANDLE].tolist(), scope.shard)
         self._staging.touch(state, refs, scope.used_at)
         self._intake.offer_again(state, ids, scope.shard)
         if self.tape is not None:
@@ -309,8 +335,8 @@ class GatewayAgent(Actor[None]):
     @staticmethod
     def _refs_at(scope: Scope, positions: Sequence[int]) -> tuple[int, ...]:
         known = len(scope.handles)
-        handles = scope.handles[[p for p in positions if p < known]].tolist() if positions else []
-        return tuple(scope.state.refs(handles, scope.shard))
+        handles = scope.handles[[p for p in positions if p < known]] if positions else scope.handles[:0]
+        return tuple(scope.state.refs(handles[handles != NO_HANDLE].tolist(), scope.shard))
 
     def _reserve(self, session: Session, request: m.Reserve) -> m.ReserveReply:
         state = self.hosts.state(session, request.space, request.shard)
@@ -320,7 +346,7 @@ class GatewayAgent(Actor[None]):
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a reserve has either tokens or digests, or a scope that has")
         scope = self.hosts.open_scope(
-            session, request.request, state, request.tokens, request.digests, request.shard
+            session, request.request, state, request.tokens, request.digests, request.shard, request.chained
         )
         chain = self._index.chain(state, request.tokens, request.digests, request.first, request.count)
         if chain is None:
@@ -328,8 +354,9 @@ class GatewayAgent(Actor[None]):
                 "malformed", f"the prompt has fewer than {request.first + request.count} whole blocks"
             )
         grants = self._intake.reserve(
-            session.number, scope.number, state, chain, request.first, request.shard, request.tokens
-        )
+            session.number, scope.number, state, chain, request.first, request.shard, request.tokens,
+            request.chained,
+        )  # fmt: skip
         return m.ReserveReply(id=request.id, blocks=grants)
 
     def _release(self, session: Session, request: m.Release) -> m.Ok:
@@ -340,6 +367,10 @@ class GatewayAgent(Actor[None]):
         scope = session.scopes.get(request.request)
         count = 0 if scope is None else self.hosts.end_scope(session, scope, SequenceGone(scope.sequence))
         return m.Ok(id=request.id, count=count)
+
+    def _delete(self, session: Session, request: m.Delete) -> m.Ok:
+        state = self.hosts.state(session, request.space)
+        return m.Ok(id=request.id, count=self._index.delete(state, request.digests))
 
     def _explain(self, session: Session, request: m.Explain) -> m.ExplainReply:
         state = self.hosts.state(session, request.space, request.shard)
@@ -402,7 +433,8 @@ class GatewayAgent(Actor[None]):
         """From the space's ordinary staging, an answer for each position."""
         handles = scope.handles[[p for p in positions if p < len(scope.handles)]].tolist()
         if not request.blocks:
-            self._observe(Consumed(scope.sequence, request.first, len(handles)))
+            start, stop = scope.num_here(request.first), scope.num_here(request.first + len(handles))
+            self._observe(Consumed(scope.sequence, start, stop - start))
         found = iter(
             await self._staging.acquire(
                 scope.state,
@@ -420,8 +452,11 @@ class GatewayAgent(Actor[None]):
 
     def _catch_up(self, scope: Scope) -> None:
         """More of the scope's prompt may be here by now: stored in it, or by others."""
-        ids = self._index.match(scope.state, scope.tokens, scope.digests)
-        more = scope.catch_up(scope.state.index.handles(ids))
+        if scope.chained:
+            ids = self._index.match(scope.state, scope.tokens, scope.digests)
+        else:
+            ids = self._index.find(scope.state, scope.digests or ())
+        more = scope.catch_up(scope.state.known_handles(ids))
         if more:
             self._observe(Stored(scope.sequence, tuple(scope.state.refs(more, scope.shard))))
 

@@ -80,6 +80,12 @@ class IndexAgent(Actor[None]):
             ids = state.index.match_keys([digest_key(state.fingerprint, d) for d in digests or ()])
         return ids[: state.index.resident_prefix(ids)]
 
+    def find(self, state: SpaceState, digests: Sequence[bytes]) -> NDArray[np.int32]:
+        """The id of each block by itself, -1 where the node cannot serve it (some shard is neither in staging nor on the bdev)."""
+        found = state.index.find([digest_key(state.fingerprint, digest) for digest in digests])
+        found[~state.index.are_resident(found)] = -1
+        return found
+
     def touch(self, state: SpaceState, ids: NDArray[np.int32], now: float) -> None:
         """The chain was used: it is young again, and its expiry starts anew."""
         state.index.touch(ids, now)
@@ -238,6 +244,16 @@ class IndexAgent(Actor[None]):
         """A block is gone, and with it its descendants."""
         self._gone(state, state.index.drop(block_id, now), reason, now, detail, first=block_id)
 
+    def delete(self, state: SpaceState, digests: Sequence[bytes]) -> int:
+        """A host does not want these blocks any more; how many were here."""
+        count, now = 0, trio.current_time()
+        for key in [digest_key(state.fingerprint, digest) for digest in digests]:
+            block_id = state.index.get(key)
+            if block_id is not None:
+                self.drop(state, block_id, "deleted", now)
+                count += 1
+        return count
+
     def enter(
         self,
         state: SpaceState,
@@ -259,6 +275,13 @@ class IndexAgent(Actor[None]):
             return state.index.insert_keys(parent, keys, now)
         except (KeyError, ValueError):
             return None
+
+    def enter_each(self, state: SpaceState, keys: Sequence[bytes], now: float) -> NDArray[np.int32]:
+        """Records for blocks about to be placed that stand alone, existing ones kept as they are."""
+        for key in keys:
+            if state.index.get(key) is None:
+                state.index.insert_keys(ROOT_KEY, [key], now)
+        return state.index.find(keys)
 
     @contextmanager
     def pinned(self, state: SpaceState, ids: NDArray[np.int32]) -> Iterator[None]:

@@ -24,6 +24,7 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
+from dpurt.core.identity import ROOT_KEY
 from dpurt.core.record import RecordHeader, pack_header
 from dpurt.fabric.region import MemfdRegion
 from dpurt.wire import messages as m
@@ -67,6 +68,7 @@ class Reserved:
     cell: int
     expires: float
     tokens: bytes | None
+    chained: bool
     transfers: int = 0
     is_committing: bool = False  # the commit gives it back
     given_back: bool = False
@@ -179,20 +181,23 @@ class Intake:
         first: int,
         shard: int,
         tokens: bytes | None,
+        chained: bool = True,
     ) -> list[m.Reservation]:
         """Room for the blocks ``chain[1:]``, at positions from `first`; ``chain[0]`` is the parent's key.
 
-        `tokens` of the whole prompt, from its start, where they are known.
+        `tokens` of the whole prompt, from its start, where they are known. Not `chained`, each block is the first of a
+        chain of its own.
         """
         expires = trio.current_time() + RESERVATION_S
+        places = [(chain[i], first + i) if chained else (ROOT_KEY, 0) for i in range(len(chain) - 1)]
         are_here = self._index.have_shard(state, chain[1:], shard)
         return [
             m.Reservation(status="exists")
             if is_here
             else self._reserve_one(
-                session, owner, state, chain[i], chain[i + 1], first + i, shard, tokens, expires
+                session, owner, state, parent, key, position, shard, tokens, chained, expires
             )
-            for i, is_here in enumerate(are_here)
+            for key, (parent, position), is_here in zip(chain[1:], places, are_here, strict=True)
         ]
 
     def _reserve_one(
@@ -205,6 +210,7 @@ class Intake:
         position: int,
         shard: int,
         tokens: bytes | None,
+        chained: bool,
         expires: float,
     ) -> m.Reservation:
         if (state.number, key, shard) in self._reserving:
@@ -214,7 +220,7 @@ class Intake:
             return m.Reservation(status="no_room")
         reserved = Reserved(
             next(self._numbers), session, owner, state, shard, key, parent, position, inbound.free.pop(),
-            expires, tokens,
+            expires, tokens, chained,
         )  # fmt: skip
         self._reserved[reserved.number] = self._reserving[state.number, key, shard] = reserved
         return m.Reservation(
@@ -283,13 +289,8 @@ class Intake:
 
     async def _take_in(self, run: Sequence[_Written], statuses: list[str]) -> None:
         """A run of consecutive blocks, all the way: entered, copied, checked, and visible or gone."""
-        first, state = run[0].reserved, run[0].reserved.state
-        keys = [written.reserved.key for written in run]
-        ids = None
-        if not state.retired:
-            ids = self._index.enter(
-                state, first.parent, keys, first.position, run[-1].reserved.tokens, trio.current_time()
-            )
+        state = run[0].reserved.state
+        ids = None if state.retired else self._enter(run)
         if ids is None:
             for written in run:
                 statuses[written.position] = "stale_epoch" if state.retired else "orphan"
@@ -299,7 +300,16 @@ class Intake:
             try:
                 await self._copy_and_check(arrivals)
             finally:
-                self._admit(state, first.shard, arrivals, statuses)
+                self._admit(state, run[0].reserved.shard, arrivals, statuses)
+
+    def _enter(self, run: Sequence[_Written]) -> Ids | None:
+        """The records of a run's blocks; None when they fit nowhere."""
+        first, keys, now = run[0].reserved, [written.reserved.key for written in run], trio.current_time()
+        if not first.chained:
+            return self._index.enter_each(first.state, keys, now)
+        return self._index.enter(
+            first.state, first.parent, keys, first.position, run[-1].reserved.tokens, now
+        )
 
     def _claim(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[_Written]:
         """The reservations that stand. From now on they are this commit's, and nobody else gives them back."""
@@ -563,12 +573,17 @@ def _write_header(arrival: _Arrival, wall: float) -> None:
 
 
 def _runs(written: Sequence[_Written]) -> list[list[_Written]]:
-    """As runs of consecutive blocks of one chain."""
+    """As runs of consecutive blocks of one chain, or of blocks that stand alone."""
     runs: list[list[_Written]] = []
     for one in written:
-        last = runs[-1][-1].reserved if runs else None
-        if last is not None and last.key == one.reserved.parent and last.state is one.reserved.state:
+        if runs and _follows(runs[-1][-1].reserved, one.reserved):
             runs[-1].append(one)
         else:
             runs.append([one])
     return runs
+
+
+def _follows(last: Reserved, this: Reserved) -> bool:
+    if last.state is not this.state or last.chained != this.chained:
+        return False
+    return last.key == this.parent or not this.chained

@@ -126,6 +126,10 @@ class PrefixIndex:
         ids = self.table.find_many(key_words(keys[:known]))
         return ids[: self._linked(NONE, ids)]
 
+    def find(self, keys: Sequence[bytes]) -> I32:
+        """The id of each key, -1 where it is unknown."""
+        return self.table.find_many(key_words(keys))
+
     def get(self, key: bytes) -> int | None:
         """The id of a key."""
         block = self.table.find(key)
@@ -156,8 +160,13 @@ class PrefixIndex:
 
     def resident_prefix(self, ids: I32) -> int:
         """How many leading blocks have every shard in staging or on the bdev."""
-        resident = self._own_copies(self.table.where.take(ids, axis=0)).all(axis=1)
+        resident = self.are_resident(ids)
         return len(ids) if resident.all() else int(resident.argmin())
+
+    def are_resident(self, ids: I32) -> Bools:
+        """Whether each block has every shard in staging or on the bdev; an id of -1 has not."""
+        rows = self.table.where.take(np.maximum(ids, 0), axis=0)
+        return (ids >= 0) & self._own_copies(rows).all(axis=1)
 
     # --- growing ---
 

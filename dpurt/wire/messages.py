@@ -104,7 +104,9 @@ class Hello(Request, tag="hello"):
 class Lookup(Request, tag="lookup"):
     """How much of a prompt is here? `tokens` (raw little-endian) or `digests` (an engine's chained block digests).
 
-    ``will_load`` opens the scope `request` and starts prefetch; ``probe`` changes nothing.
+    ``will_load`` opens the scope `request` and starts prefetch; ``probe`` changes nothing. With `chained` false each digest
+    stands alone, as hooks give them that name blocks without their parents: it is looked up, stored and kept by itself,
+    and `LookupReply.present` says which are here. One space is used one way.
     """
 
     space: Name
@@ -113,6 +115,7 @@ class Lookup(Request, tag="lookup"):
     digests: Digests | None = None
     intent: Literal["probe", "will_load"] = "will_load"
     shard: Count = 0
+    chained: bool = True
 
 
 class Hint(Request, tag="hint"):
@@ -169,7 +172,7 @@ class Load(Request, tag="load"):
 
 
 class Reserve(Request, tag="reserve"):
-    """Room for storing blocks [first, first + count) of a token chain, in the host's inbound region."""
+    """Room for storing blocks [first, first + count) of a chain, in the host's inbound region; `chained` as for a lookup."""
 
     space: Name
     request: Name
@@ -178,6 +181,7 @@ class Reserve(Request, tag="reserve"):
     tokens: Tokens | None = None
     digests: Digests | None = None
     shard: Count = 0
+    chained: bool = True
 
 
 class CommitBlock(Struct, kw_only=True):
@@ -207,6 +211,17 @@ class Cancel(Request, tag="cancel"):
     request: Name
 
 
+class Delete(Request, tag="delete"):
+    """These blocks are not wanted any more, by nobody: all their shards go, and what is chained below them.
+
+    A miss from now on. Their bytes stay on the device until their segment is used again, and a restart before that may
+    find them there: to make a space's blocks unreachable for good, bump its epoch.
+    """
+
+    space: Name
+    digests: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_BLOCKS)]
+
+
 class Explain(Request, tag="explain"):
     """Why did these blocks miss? Answered for the first `MAX_BLOCKS` of them."""
 
@@ -229,7 +244,7 @@ class Bye(Request, tag="bye"):
 
 
 AnyRequest = (
-    Hello | Lookup | Hint | Load | Reserve | Commit | Release | Cancel | Explain | Stats | Ping | Bye
+    Hello | Lookup | Hint | Load | Reserve | Commit | Release | Cancel | Delete | Explain | Stats | Ping | Bye
 )  # fmt: skip
 
 
@@ -296,6 +311,7 @@ class LookupReply(Reply, tag="lookup_ok"):
 
     `ready_ms`: estimate until the whole match is in staging. `miss`: why the block after the match is not here
     (``explain`` says more), empty when the whole prompt is. ``incomplete``: some shards of it are here, not all.
+    Where the digests are not a chain, `present` has a bit for each, the first in the lowest of its first byte.
     """
 
     matched_blocks: int
@@ -305,6 +321,12 @@ class LookupReply(Reply, tag="lookup_ok"):
     nvme: int = 0
     ready_ms: int = 0
     miss: str = ""
+    present: bytes = b""
+
+    def is_present(self, position: int) -> bool:
+        """Of digests that are not a chain: is this one here?"""
+        at, bit = divmod(position, 8)
+        return at < len(self.present) and bool(self.present[at] >> bit & 1)
 
 
 class Grant(Struct, kw_only=True, omit_defaults=True):
