@@ -7,14 +7,15 @@ next is applied at once. Else:
   the last message that was applied. That one must come back as it was, or it is another generation.
 - a lower one that is known, by number and time stamp, is a repeat; any other is the first seen of a new generation.
 - a new generation clears all that the old one said, and is read from its beginning.
-- what no replay brings back is lost for good: what is known is cleared (it may have been removed meanwhile) and the rest of
-  the stream is followed. `is_partial` says that the publisher may hold more than is known.
+- what no replay brings back is lost: what is known is cleared (it may have been removed meanwhile) and the rest of the
+  stream is followed. `is_partial` says that the publisher may hold more than is known; as long as its buffer may reach back
+  to the beginning, all is asked for again.
 
 A silent publisher is asked for a replay now and then, too: it shows that nothing was lost at the end, that it is the same
 process, and that it is alive, and so bounds how stale the answers are (`confirmed_at`).
 
 The agent sends what an `Ask` says and hands in what comes back, `replay_failed` included. `now` is its clock. Nothing here
-raises for what a peer sends. After a restart of the agent, `reconnected` makes sure of the rest.
+raises for what a peer sends. `interrupted` makes sure of the rest.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class _Replay:
     is_verified: bool
     is_first: bool = True
     is_wrong: bool = False  # it turned out to be another generation's, and not from its beginning
+    is_whole: bool = False  # asked for from 0, to know all again
+    is_stale: bool = False  # the way was interrupted since it was asked for
 
 
 class Publisher:
@@ -86,6 +89,8 @@ class Publisher:
         self._replay: _Replay | None = None
         self._tries = 0  # replays in this trouble that brought nothing new
         self._probed_at = now
+        self._may_be_whole = True  # a replay from 0 was not yet seen to lack the beginning
+        self._is_unverified = False  # the way was interrupted, and no replay has shown yet what follows
 
     # --- what comes in ---
 
@@ -131,18 +136,30 @@ class Publisher:
         self._surrender()
         return self._drain(now)
 
-    def reconnected(self, now: float) -> Ask | None:
-        """The way to it is open, for the first time or again: what is there, is something lost, is it another process?"""
-        if not self._has_replay or self._replay is not None:
+    def interrupted(self, now: float) -> Ask | None:
+        """The way to it is new, or was interrupted: something may be lost, or it may be another process.
+
+        Call it before any message that came after; nothing of these is applied until a replay has shown what they follow.
+        """
+        if not self._has_replay:
+            return None
+        self._is_unverified = True
+        if self._replay is not None:
+            self._replay.is_stale = True
             return None
         self._probed_at = now
         return self._ask()
 
     def tick(self, now: float) -> Ask | None:
         """Time passes; call it about once a second."""
-        if now - self._probed_at < PROBE_S:
+        if now - self._probed_at < PROBE_S or not self._has_replay or self._replay is not None:
             return None
-        return self.reconnected(now)
+        self._probed_at = now
+        if self.is_partial and self._may_be_whole:
+            self._ask()
+            self._replay = _Replay(is_verified=True, is_whole=True)
+            return Ask(0)
+        return self._ask()
 
     def is_silent(self, now: float) -> bool:
         """Has nothing been heard of it for long?"""
@@ -154,6 +171,8 @@ class Publisher:
         """Apply a live message, or find out why it cannot be."""
         if self._next is None:
             return self._begin(batch, now)
+        if self._is_unverified and self._tries < MAX_TRIES:
+            return self._gap(batch, now)
         if batch.seq == self._next:
             self._apply(batch)
             self.confirmed_at = now
@@ -206,7 +225,11 @@ class Publisher:
         return Ask(max((self._next or 0) - 1, 0))
 
     def _take_replayed(self, batch: KvBatch, replay: _Replay) -> None:
-        if replay.is_first and self._next:
+        if replay.is_first and replay.is_whole:
+            self._may_be_whole = batch.seq == 0
+            if batch.seq == 0:
+                self._forget()
+        elif replay.is_first and self._next:
             self._verify(batch, replay)
         replay.is_first = False
         if replay.is_wrong:
@@ -231,10 +254,11 @@ class Publisher:
 
     def _replay_ended(self, replay: _Replay, now: float) -> Ask | None:
         self._replay = None
-        if not replay.is_verified:  # it does not know the last message we had
-            self._new_generation()
-        if replay.is_wrong or not replay.is_verified:
+        if not replay.is_verified or (replay.is_whole and replay.is_first):
+            self._new_generation()  # it does not know the last message we had, or has published nothing at all
+        if replay.is_wrong or not replay.is_verified or replay.is_stale:
             return self._ask()
+        self._is_unverified = False
         if self._next is None:
             self._next = 0  # it has published nothing yet
         return self._drain(now)
@@ -271,6 +295,7 @@ class Publisher:
         """Follow a generation from this message on."""
         self._next, self._born = batch.seq, batch.ts
         self.is_partial = batch.seq > 0
+        self._may_be_whole = True
 
     def _pass_over(self) -> None:
         """Go on without what the next message said."""
@@ -292,7 +317,7 @@ class Publisher:
 
     def _forget(self) -> None:
         self.residency.reset()
-        self._next, self.is_partial = None, False
+        self._next, self.is_partial, self._is_unverified = None, False, False
         self._stamps = [(-1, 0.0)] * _REMEMBERED
 
     def _count_malformed(self, message: Malformed) -> None:
