@@ -19,6 +19,7 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import BlockStore
+from dpurt.agents.engines import BlockShape, EnginesAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -112,7 +113,7 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = ADVICE if agent in (self.prefetch, self.metrics) else VITAL
+                policy = ADVICE if agent in (self.prefetch, self.engines, self.metrics) else VITAL
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -186,11 +187,14 @@ class Node:
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
             self.prefetch.observe, self.stats,
         )  # fmt: skip
+        geometries = {space.name: space.geometry for space in config.space}
+        shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
+        self.engines = EnginesAgent(config.engine, shapes)
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.metrics,
+            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.engines, self.metrics,
         ]  # fmt: skip
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
@@ -353,6 +357,7 @@ class Node:
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
+            "engines": self.engines.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

@@ -161,6 +161,11 @@ class Publisher:
             return Ask(0)
         return self._ask()
 
+    @property
+    def is_replaying(self) -> bool:
+        """Is a replay under way that was asked for?"""
+        return self._replay is not None
+
     def is_silent(self, now: float) -> bool:
         """Has nothing been heard of it for long?"""
         return now - self.heard_at > SILENT_S
