@@ -181,11 +181,14 @@ class Intake:
         `tokens` of the whole prompt, from its start, where they are known.
         """
         expires = trio.current_time() + RESERVATION_S
+        are_here = self._index.have_shard(state, chain[1:], shard)
         return [
-            self._reserve_one(
+            m.Reservation(status="exists")
+            if is_here
+            else self._reserve_one(
                 session, owner, state, chain[i], chain[i + 1], first + i, shard, tokens, expires
             )
-            for i in range(len(chain) - 1)
+            for i, is_here in enumerate(are_here)
         ]
 
     def _reserve_one(
@@ -200,8 +203,6 @@ class Intake:
         tokens: bytes | None,
         expires: float,
     ) -> m.Reservation:
-        if self._index.has_shard(state, key, shard):
-            return m.Reservation(status="exists")
         if (state.number, key, shard) in self._reserving:
             return m.Reservation(status="in_flight")
         inbound = self._inbound[session]
@@ -294,9 +295,7 @@ class Intake:
             try:
                 await self._copy_and_check(arrivals)
             finally:
-                now = trio.current_time()
-                for arrival in arrivals:
-                    statuses[arrival.position] = self._admit(arrival, now)
+                self._admit(state, first.shard, arrivals, statuses)
 
     def _claim(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[_Written]:
         """The reservations that stand. From now on they are this commit's, and nobody else gives them back."""
@@ -420,50 +419,88 @@ class Intake:
             )
         )
 
-    def _admit(self, arrival: _Arrival, now: float) -> str:
-        """The bytes are here and checked (or not): make the block visible, or nothing of it."""
-        reserved, state = arrival.reserved, arrival.reserved.state
-        pool = state.slab.pool
-        if state.retired or not (arrival.is_good and state.may_place(arrival.block_id, reserved.shard)):
-            pool.fill_failed(arrival.slot, state.layout.all_parts)
-            self._cleaned(state)
-            return "stale_epoch" if state.retired else "orphan" if arrival.is_good else "checksum"
-        self._write_header(arrival, now)
-        pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=True)
-        self._index.place(state, arrival.block_id, reserved.shard, arrival.slot, now)
-        self._storage.write(WriteJob(state, arrival.ref, arrival.slot, self._written))
-        return "stored"
+    def _admit(
+        self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], statuses: list[str]
+    ) -> None:
+        """The bytes are here and checked (or not): make the blocks visible, or nothing of them."""
+        now = trio.current_time()
+        stored: list[_Arrival] = []
+        for arrival in arrivals:
+            if state.retired or not arrival.is_good or not _has_parent(arrival, stored):
+                status = "stale_epoch" if state.retired else "orphan" if arrival.is_good else "checksum"
+                state.slab.pool.fill_failed(arrival.slot, state.layout.all_parts)
+                self._cleaned(state, 1)
+            else:
+                status = "stored"
+                stored.append(arrival)
+            statuses[arrival.position] = status
+        if stored:
+            self._make_visible(state, shard, stored, now)
 
-    def _cleaned(self, state: SpaceState) -> None:
-        self.dirty[state.slab.number] -= 1
+    def _make_visible(self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], now: float) -> None:
+        wall = self._wall(now)
+        for arrival in arrivals:
+            _write_header(arrival, wall)
+            state.slab.pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=True)
+        ids = np.array([arrival.block_id for arrival in arrivals], np.int32)
+        keys = [arrival.reserved.key for arrival in arrivals]
+        self._index.place(state, ids, keys, shard, [arrival.slot for arrival in arrivals], now)
+        for arrival in arrivals:
+            self._storage.write(WriteJob(state, arrival.handle, shard, arrival.slot, self._written))
+
+    def _cleaned(self, state: SpaceState, count: int) -> None:
+        self.dirty[state.slab.number] -= count
         if self._cleaner:
             self._cleaner.unpark_all()
 
-    def _write_header(self, arrival: _Arrival, now: float) -> None:
-        reserved, state = arrival.reserved, arrival.reserved.state
-        step = state.space.geometry.block_token_bytes
-        at = reserved.position * step
-        header = RecordHeader(
-            key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
-            stored_at=self._wall(now),  # the index keeps the TTL, which runs from the last use
-            part_crcs=array("I", arrival.crcs), tokens=reserved.tokens[at : at + step] if reserved.tokens else b"",
-            position=reserved.position,
-        )  # fmt: skip
-        pack_header(state.slab.image(arrival.slot), state.layout, header)
+    def _written(self, jobs: Sequence[WriteJob], places: Sequence[int | None]) -> None:
+        """The device has these records (or never will)."""
+        state = jobs[0].state
+        self._cleaned(state, len(jobs))
+        for job in jobs:
+            state.slab.pool.unpin(job.slot)
+        for shard in {job.shard for job in jobs}:
+            mine = [(job, place) for job, place in zip(jobs, places, strict=True) if job.shard == shard]
+            extents = [place for _, place in mine if place is not None]
+            if len(extents) == len(mine):
+                self._enter_extents(state, shard, [job for job, _ in mine], extents)
+            else:  # they stay in staging; their eviction will be a loss
+                self.writes_lost += len(mine)
 
-    def _written(self, job: WriteJob, extent: int | None) -> None:
-        """The device has the record (or never will)."""
-        state = job.state
-        self._cleaned(state)
-        state.slab.pool.unpin(job.slot)
-        handle, shard = state.unref(job.ref)
-        block_id = state.block_id(handle)
-        if extent is None:
-            self.writes_lost += 1  # it stays in staging; its eviction will be a loss
-        elif block_id < 0 or state.slot_of(block_id, shard) != job.slot:
-            self._storage.store.forget(extent)  # dropped meanwhile: a pinned slot leaves no other way
-        else:
-            state.index.set_extent(block_id, shard, extent)
+    def _enter_extents(
+        self, state: SpaceState, shard: int, jobs: Sequence[WriteJob], extents: Sequence[int]
+    ) -> None:
+        ids = state.index.resolve(np.array([job.handle for job in jobs], np.int64))
+        slots = state.index.locations(ids).slot[:, shard]
+        is_there = (ids >= 0) & (slots == [job.slot for job in jobs]) & (not state.retired)
+        if not is_there.all():
+            for i in np.flatnonzero(
+                ~is_there
+            ).tolist():  # dropped meanwhile: a pinned slot leaves no other way
+                self._storage.store.forget(extents[i])
+            ids, extents = ids[is_there], [extents[i] for i in np.flatnonzero(is_there).tolist()]
+        state.index.set_extents(ids, shard, extents)
+
+
+def _has_parent(arrival: _Arrival, stored: Sequence[_Arrival]) -> bool:
+    """Is the block's parent one of ours, or the last of those about to be?"""
+    reserved = arrival.reserved
+    if stored and stored[-1].reserved.key == reserved.parent:
+        return True
+    return reserved.state.may_place(arrival.block_id, reserved.shard)
+
+
+def _write_header(arrival: _Arrival, wall: float) -> None:
+    reserved, state = arrival.reserved, arrival.reserved.state
+    step = state.space.geometry.block_token_bytes
+    at = reserved.position * step
+    header = RecordHeader(
+        key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
+        stored_at=wall,  # the index keeps the TTL, which runs from the last use
+        part_crcs=array("I", arrival.crcs), tokens=reserved.tokens[at : at + step] if reserved.tokens else b"",
+        position=reserved.position,
+    )  # fmt: skip
+    pack_header(state.slab.image(arrival.slot), state.layout, header)
 
 
 def _runs(written: Sequence[_Written]) -> list[list[_Written]]:
