@@ -20,6 +20,7 @@ import trio
 
 from dpurt.agents.block_store import BlockStore
 from dpurt.agents.decode import DecodeAgent
+from dpurt.agents.engines import BlockShape, EnginesAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -42,6 +43,7 @@ from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
 from dpurt.core.endurance import DAY_S, WriteBudget
 from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
+from dpurt.core.index_feed import IndexFeed
 from dpurt.core.ledger import Totals
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
@@ -121,7 +123,8 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = ADVICE if agent in (self.prefetch, self.metrics, self.recorder) else VITAL
+                advisers = (self.prefetch, self.engines, self.metrics, self.recorder)
+                policy = ADVICE if agent in advisers else VITAL
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -207,11 +210,15 @@ class Node:
         taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway)
         self.recorder = RecorderAgent(taps, self._recording_header)
         self.gateway.on_record = self._record
+        geometries = {space.name: space.geometry for space in config.space}
+        shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
+        self.engines = EnginesAgent(config.engine, shapes)
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.recorder, self.gateway, self.metrics,
+            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.recorder, self.gateway, self.engines,
+            self.metrics,
         ]  # fmt: skip
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
@@ -274,7 +281,7 @@ class Node:
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
-        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards)
+        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards, IndexFeed())
         state = SpaceState(
             name, self._numbers, space, space.fingerprint(), RecordLayout.of(space), index, slab,
             self.config.space_named(name).ttl_s,
@@ -440,6 +447,7 @@ class Node:
             "prefetch": self._prefetch_stats(),
             "recorder": self.recorder.status,
             "decode": self.decode.stats(),
+            "engines": self.engines.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

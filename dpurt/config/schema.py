@@ -511,6 +511,40 @@ class HostConfig(Table, frozen=True, kw_only=True):
     )
 
 
+class EngineConfig(Table, frozen=True, kw_only=True):
+    """An inference engine whose KV events tell what its host holds, and to which requests may be routed.
+
+    `events` and `replay`: endpoints, one for each data-parallel rank; or `discovery`, its HTTP address (``http://host:port``),
+    and it says so itself. `bind`: the engine connects to us. `space` is what its base model's blocks belong to, `loras` those
+    of its adapters, by name. `prefill_tokens_per_s` and `cpu_tokens_per_s` (from its CPU memory) estimate waits.
+    """
+
+    name: Name
+    kind: Literal["vllm", "sglang"]
+    space: Name
+    loras: dict[str, Name] = {}
+    events: tuple[Text, ...] = ()
+    replay: tuple[Text, ...] = ()
+    topic: str = ""
+    discovery: Text | None = None
+    bind: bool = False
+    block_tokens: Positive | None = None
+    prefill_tokens_per_s: Positive = 8192
+    cpu_tokens_per_s: Positive = 200_000
+
+    def __post_init__(self) -> None:
+        if bool(self.events) == (self.discovery is not None):
+            raise ValueError("give either events, an endpoint a rank, or discovery")
+        if self.replay and len(self.replay) != len(self.events):
+            raise ValueError(f"{len(self.replay)} replay endpoints for {len(self.events)} ranks")
+        for endpoint in (*self.events, *self.replay):
+            rules.check_endpoint(endpoint, "events and replay", ("tcp", "ipc"))
+        if self.bind and not all(map(rules.is_local, self.events)):
+            raise ValueError("an endpoint to bind that is not loopback could be written to by anybody")
+        if self.discovery is not None and urlsplit(self.discovery).scheme != "http":
+            raise ValueError(f"discovery: expected http://host:port, got {self.discovery!r}")
+
+
 class LinkConfig(Table, frozen=True, kw_only=True):
     """What a fabric can do between this node and a host."""
 
@@ -564,11 +598,16 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
     bind: str = ""
 
     def __post_init__(self) -> None:
-        if not self.bind:
-            return
-        rules.check_endpoint(f"tcp://{self.bind}", "metrics.bind", ("tcp",))
-        if not rules.is_local(f"tcp://{self.bind}"):
-            raise ValueError(f"bind {self.bind!r} is not loopback, and the page has no authentication")
+        rules.check_loopback(self.bind, "metrics.bind")
+
+
+class RouterConfig(Table, frozen=True, kw_only=True):
+    """Routing questions over HTTP on loopback, e.g. ``"127.0.0.1:8090"``; empty is off."""
+
+    bind: str = ""
+
+    def __post_init__(self) -> None:
+        rules.check_loopback(self.bind, "router.bind")
 
 
 class EnvelopeConfig(Table, frozen=True, kw_only=True):
@@ -591,12 +630,14 @@ class Config(Table, frozen=True, kw_only=True):
     tenant: Annotated[tuple[TenantConfig, ...], Meta(min_length=1)]
     space: Annotated[tuple[SpaceConfig, ...], Meta(min_length=1)]
     host: tuple[HostConfig, ...] = ()
+    engine: tuple[EngineConfig, ...] = ()
     link: tuple[LinkConfig, ...] = ()
     node: NodeConfig = NodeConfig()
     gateway: GatewayConfig = GatewayConfig()
     fabric: FabricConfig = FabricConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
     metrics: MetricsConfig = MetricsConfig()
+    router: RouterConfig = RouterConfig()
     envelope: EnvelopeConfig | None = None
 
     def space_named(self, name: str) -> SpaceConfig:
