@@ -3,6 +3,7 @@
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
 # test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
 # test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
+# test-engines  real engines drive dpurt, each in an environment of its own (gigabytes): make test-engines ENGINES=vllm ARGS="-k salt"
 # lint    ruff and mypy
 # bench   all benchmarks, with their peers installed: make bench ARGS="--quick"
 #
@@ -13,8 +14,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 BDEV ?= file
+ENGINES ?=
 
-.PHONY: setup demo test test-vm test-spdk lint bench clean
+.PHONY: setup demo test test-vm test-spdk test-engines lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -35,6 +37,9 @@ test-vm: setup
 test-spdk: setup
 	test -x "$(DPURT_SPDK_TGT)" || { echo "DPURT_SPDK_TGT must name an spdk_tgt"; exit 2; }
 	DPURT_SPDK_TGT="$(abspath $(DPURT_SPDK_TGT))" $(BIN)/python -m pytest -m spdk $(ARGS)
+
+test-engines:
+	PYTHON=$(PYTHON) tests/engines/run $(ENGINES) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
