@@ -12,7 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -51,7 +52,7 @@ def text(model: Path) -> list[int]:
 class Engine:
     """A vLLM process."""
 
-    def __init__(self, model: Path, log: Path, **arguments: Any) -> None:
+    def __init__(self, model: Path, log: Path, env: Mapping[str, str], **arguments: Any) -> None:
         self._log = log
         settings = {
             "model": str(model),
@@ -65,7 +66,7 @@ class Engine:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "engine.py"), json.dumps(settings)],
                 stdin=subprocess.PIPE, stdout=out, stderr=out, preexec_fn=lambda: os.dup2(write, 3),
-                pass_fds=(3, write), text=True,
+                pass_fds=(3, write), text=True, env={**os.environ, "PYTHONPATH": str(HERE), **env},
             )  # fmt: skip
         os.close(write)
         self._answers = os.fdopen(read)
@@ -142,6 +143,11 @@ class Node:
     def kill(self) -> None:
         self._process.kill()
 
+    def end(self) -> None:
+        """After the test, whatever it did to the process."""
+        with suppress(AssertionError):  # never started
+            self._process.kill()
+
     def freeze(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
 
@@ -160,10 +166,15 @@ class Node:
     def device_reads(self) -> int:
         return self._process.device_bytes().kernel_read
 
-    def transfer_config(self, **extra: Any) -> dict[str, Any]:
-        """What vLLM is started with: the lines of the README."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def transfer_config(self, broken: str = "", **extra: Any) -> dict[str, Any]:
+        """What vLLM is started with: the lines of the README. `broken` names a connector of broken.py instead."""
         return {
-            "kv_connector": "DpurtConnector", "kv_connector_module_path": "dpurt.engines.vllm.connector",
+            "kv_connector": broken or "DpurtConnector",
+            "kv_connector_module_path": "broken" if broken else "dpurt.engines.vllm.connector",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1", **extra
@@ -234,24 +245,25 @@ def free_port() -> int:
 def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def make(**space: Any) -> Node:
+    def make(*, start: bool = True, **space: Any) -> Node:
         folder = tmp_path / f"node-{len(nodes)}"
         folder.mkdir()
         nodes.append(Node(folder, **space))
-        nodes[-1].start()
+        if start:
+            nodes[-1].start()
         return nodes[-1]
 
     yield make
     for node in nodes:
-        node.kill()
+        node.end()
 
 
 @pytest.fixture
 def make_engine(model: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def make(**arguments: Any) -> Engine:
-        engines.append(Engine(model, tmp_path / f"engine-{len(engines)}.log", **arguments))
+    def make(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Engine:
+        engines.append(Engine(model, tmp_path / f"engine-{len(engines)}.log", env or {}, **arguments))
         return engines[-1]
 
     yield make

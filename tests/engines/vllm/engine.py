@@ -48,6 +48,10 @@ class Engine:
                 found[key] = found.get(key, 0) + value
         return found
 
+    def sleep(self, command: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(command["seconds"])
+        return {}
+
     def reset(self, command: dict[str, Any]) -> dict[str, Any]:
         """Empty the engine's own prefix cache; the connector's too if asked."""
         return {"done": self.llm.reset_prefix_cache(reset_connector=command.get("connector", False))}

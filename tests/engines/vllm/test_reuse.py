@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 Make = Callable[..., Any]
 CLOSE = 2e-3  # of a logprob: the same KV, summed in another order (a prompt in one piece, or its last tokens alone)
 
@@ -47,3 +49,17 @@ def test_what_was_stored_is_loaded_by_the_next_process(
         assert output["cached"] > 0.9 * len(prompt["tokens"])
     assert node.device_reads() - reads >= counted["bytes_loaded"]
     assert node.host()["nvme"] > 0
+
+
+@pytest.mark.parametrize("broken", ["ZeroingConnector", "SwappingConnector"])
+def test_kv_that_is_not_what_was_stored_is_seen(
+    make_node: Make, make_engine: Make, text: list[int], broken: str
+) -> None:
+    prompts = prompts_of(text, [1024])
+    node = make_node()
+    with make_engine(kv_transfer_config=node.transfer_config()) as first:
+        truth = first.generate(prompts)
+    with make_engine(kv_transfer_config=node.transfer_config(broken=broken)) as second:
+        again = second.generate(prompts)
+    assert again[0]["cached"] > 0.9 * 1024
+    assert differences(again, truth) != []
