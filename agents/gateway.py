@@ -41,6 +41,7 @@ from dpurt.transport import CurveServer, SocketOptions, ZmqSocket, open_context,
 from dpurt.wire import messages as m
 
 from .fabric import FabricAgent
+from .feeds import next_batch
 from .hosts import Hosts, Refusal
 from .index import IndexAgent
 from .intake import Intake
@@ -52,6 +53,7 @@ from .staging import Acquired, StagingAgent
 log = structlog.get_logger()
 WATCH_S = 0.25
 UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
+MAX_FOLLOWED = 64  # batches of the index that one host may wait for at once
 UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
 
 
@@ -74,6 +76,7 @@ class GatewayAgent(Actor[None]):
         super().__init__(1)
         self.config = config
         self.endpoint = ""
+        self._incarnation = incarnation
         self._index = index
         self._staging = staging
         self._intake = intake
@@ -92,7 +95,7 @@ class GatewayAgent(Actor[None]):
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
-            m.Cancel: self._cancel, m.Explain: self._explain, m.Stats: self._stats, m.Ping: self._ping,
+            m.Cancel: self._cancel, m.Explain: self._explain, m.Route: self._route, m.Stats: self._stats, m.Ping: self._ping,
             m.Bye: self._bye,
         }  # fmt: skip
 
@@ -179,6 +182,9 @@ class GatewayAgent(Actor[None]):
         if isinstance(request, (m.Load, m.Commit)):
             self._spawn(session, request)
             return None
+        if isinstance(request, m.Subscribe):
+            self._follow(session, request)
+            return None
         return self._handlers[type(request)](session, request)
 
     def _spawn(self, session: Session, request: m.Load | m.Commit) -> None:
@@ -202,6 +208,30 @@ class GatewayAgent(Actor[None]):
                 self._send(session.routing_id, reply)
         finally:
             session.in_flight -= 1
+
+    def _follow(self, session: Session, request: m.Subscribe) -> None:
+        """Answer with the next batch of an index, when there is one. Waiting for it keeps no drain from its end."""
+        state = self.hosts.state(session, request.space)
+        if len(session.following) >= MAX_FOLLOWED:
+            raise Refusal("busy", f"more than {MAX_FOLLOWED} subscribe requests at once")
+        assert self._nursery is not None
+        scope = trio.CancelScope()
+        session.following.add(scope)
+        self._nursery.start_soon(self._answer_follower, session, state, request, scope)
+
+    async def _answer_follower(
+        self, session: Session, state: SpaceState, request: m.Subscribe, scope: trio.CancelScope
+    ) -> None:
+        deadline = trio.current_time() + request.deadline_ms / 1000
+        with scope:
+            try:
+                reply = await next_batch(state, request, self._incarnation, self._index.instances, deadline)
+                if request.id and not session.ended:
+                    self._send(session.routing_id, reply)
+            except Refusal as refusal:
+                self._refuse(session.routing_id, request.id, refusal)
+            finally:
+                session.following.discard(scope)
 
     def _send(self, routing_id: bytes, reply: m.Reply) -> None:
         assert self._socket is not None
@@ -332,6 +362,14 @@ class GatewayAgent(Actor[None]):
             id=request.id,
             blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
         )
+
+    def _route(self, session: Session, request: m.Route) -> m.RouteReply:
+        return self._best_engine(self.hosts.state(session, request.space), request)
+
+    @staticmethod
+    def _best_engine(state: SpaceState, request: m.Route) -> m.RouteReply:
+        tokens = len(request.tokens) // state.space.geometry.token_bytes
+        return m.RouteReply(id=request.id, prompt_tokens=tokens)
 
     def _stats(self, session: Session, request: m.Stats) -> m.StatsReply:
         return m.StatsReply(id=request.id, stats=self._node_stats())
@@ -500,6 +538,8 @@ class GatewayAgent(Actor[None]):
         state = self._index.spaces.get(request.space)
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
+        if isinstance(request, m.Route):
+            return self._best_engine(state, request)
         if isinstance(request, m.Explain):
             self.hosts.check_shard(state, request.shard)
         if isinstance(request, m.EpochBump):

@@ -171,6 +171,8 @@ class Hosts:
         self.ended[why] = self.ended.get(why, 0) + 1
         log.info("session_ended", session=session.number, host=session.host, why=why)
         may_read = self._fabric.may_still_read(session.fabric, session.number)
+        for waiting in session.following:
+            waiting.cancel()
         for scope in list(session.scopes.values()):
             self.end_scope(session, scope, SequenceGone(scope.sequence), host_may_read=may_read)
         self._fabric.expel(session.fabric, session.number)

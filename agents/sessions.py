@@ -82,6 +82,7 @@ class Session:
     last_seen: float
     key: str | None = None
     scopes: dict[str, Scope] = field(default_factory=dict)
+    following: set[trio.CancelScope] = field(default_factory=set)  # waits for news of an index
     in_flight: int = 0
     prompt_bytes: int = 0
     ended: bool = False

@@ -38,6 +38,7 @@ from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.eviction import make_policy
+from dpurt.core.index_feed import IndexFeed
 from dpurt.core.ledger import Ledger, Totals
 from dpurt.core.predictor import make_predictor
 from dpurt.core.prefetch import PrefetchCore
@@ -232,7 +233,7 @@ class Node:
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
-        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards)
+        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards, IndexFeed())
         state = SpaceState(
             name, self._numbers, space, space.fingerprint(), RecordLayout.of(space), index, slab,
             self.config.space_named(name).ttl_s,

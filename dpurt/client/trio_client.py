@@ -27,6 +27,7 @@ from typing import TypeVar
 import crc32c
 import trio
 
+from dpurt.client.mirror import IndexMirror
 from dpurt.core.identity import Space
 from dpurt.errors import (
     DeadlineExceeded,
@@ -49,7 +50,8 @@ _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
 _WAY_BACK_S = 0.1
 _SESSION_OVER = frozenset({"no_session", "stale_epoch"})
 _NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
-_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats)  # need nothing of an old session
+FOLLOW_S = 2.0  # a node that says nothing for so long is away
+_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe)  # need nothing of an old session
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,6 +523,42 @@ class Client:
             space=space, tokens=tokens, digests=None if digests is None else list(digests), shard=shard
         )
         return (await self._call(message, m.ExplainReply, timeout_s)).blocks
+
+    async def subscribe(
+        self,
+        space: str,
+        cursor: bytes = b"",
+        *,
+        hosts: bool = False,
+        max_blocks: int = 1 << 13,
+        wait_s: float = FOLLOW_S,
+    ) -> m.IndexBatch:
+        """The next batch of the index stream after `cursor` (see `wire.messages.Subscribe`); empty after `wait_s`."""
+        message = m.Subscribe(space=space, cursor=cursor, hosts=hosts, max_blocks=max_blocks)
+        return await self._call(message, m.IndexBatch, wait_s)
+
+    async def follow(self, space: str, mirror: IndexMirror) -> None:
+        """Keep `mirror` like the node's index, until cancelled. Raises nothing: its `status` and `reason` say how it is.
+
+        A node that is away is tried again; what happened meanwhile is caught up with, or all is read anew. Returns when
+        the node refuses this host's idea of the space (new weights: make a new client and a new mirror).
+        """
+        failures = 0
+        while True:
+            try:
+                mirror.apply(await self.subscribe(space, mirror.cursor, hosts=mirror.with_hosts))
+                failures = 0
+            except SpaceMismatch as error:
+                mirror.end(str(error))
+                return
+            except (NodeUnavailable, DeadlineExceeded, RemoteProtocolError) as error:
+                mirror.lose_touch(str(error))
+                await trio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+
+    def mirror(self, space: str, *, hosts: bool = False) -> IndexMirror:
+        """An empty mirror of a space, for `follow`."""
+        return IndexMirror(self._spaces[space], with_hosts=hosts)
 
     async def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """The node's counters."""
