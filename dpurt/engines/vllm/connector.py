@@ -126,7 +126,7 @@ class DpurtConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "kv_transfer_config",
                 'set "kv_load_failure_policy": "recompute": a lost block must not fail a request',
             )
-        self._settings: Settings = settings_from(dict(transfer.kv_connector_extra_config))
+        self._settings: Settings = settings_from(dict(transfer.kv_connector_extra_config), Settings)
         self._access: Access = access_from(self._settings)
         self._link: Link | None = None
         self._asker: Asker | None = None
@@ -156,7 +156,7 @@ class DpurtConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         self._part_of = self._pages.part_of
         self._link = self._open_link(self._pages.geometry, "worker")
-        self._mover = Mover(self._link, self._pages, self._shard())
+        self._mover = Mover(self._link, self._settings, self._pages, self._shard())
 
     def _pages_of(self, kv_caches: dict[str, torch.Tensor]) -> Pages:
         config = self._kv_cache_config
@@ -206,7 +206,7 @@ class DpurtConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.warning("dpurt: takes no part: the workers' KV differs, or is of an unknown kind")
             return
         self._link = self._open_link(geometries[0], "scheduler")
-        self._asker = Asker(self._link, geometries[0].block_tokens)
+        self._asker = Asker(self._link, self._settings, geometries[0].block_tokens)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

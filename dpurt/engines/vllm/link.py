@@ -18,7 +18,7 @@ from typing import TypeVar
 from dpurt.client import BlockingClient
 from dpurt.core.identity import LayerGroup, Space
 from dpurt.engines.vllm.counters import Tally
-from dpurt.engines.vllm.settings import Access, Settings
+from dpurt.engines.vllm.settings import Access, NodeSettings
 from dpurt.errors import DeadlineExceeded, DpurtError, NodeUnavailable, RemoteProtocolError, SpaceMismatch
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _CALL_FAILED = (DpurtError, OSError, ValueError)
 class Link:
     """One process's client, with its state. Thread-safe."""
 
-    def __init__(self, settings: Settings, access: Access, space: Space) -> None:
+    def __init__(self, settings: NodeSettings, access: Access, space: Space) -> None:
         self.settings = settings
         self.space = space
         self._endpoint = access.endpoint
@@ -156,7 +156,7 @@ _links: dict[tuple[object, ...], Link] = {}
 _links_lock = threading.Lock()
 
 
-def shared_link(settings: Settings, access: Access, space: Space) -> Link:
+def shared_link(settings: NodeSettings, access: Access, space: Space) -> Link:
     """This process's link for these settings; give it back with `release`."""
     key = (settings, access.endpoint, space.fingerprint())
     with _links_lock:

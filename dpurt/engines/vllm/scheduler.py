@@ -23,6 +23,7 @@ from typing import Any
 from dpurt.engines.vllm.link import Link, Stopwatch
 from dpurt.engines.vllm.marks import Tokens, mark_of, marked
 from dpurt.engines.vllm.plan import Book, Step, loadable_tokens
+from dpurt.engines.vllm.settings import Settings
 from dpurt.wire import messages as m
 
 LOOKUP_THREADS = 4
@@ -80,11 +81,11 @@ def digest_of(path: Path) -> bytes:
 class Asker:
     """The scheduler's half of the connector. `request` objects are vLLM's, looked at and never kept."""
 
-    def __init__(self, link: Link, block_tokens: int) -> None:
+    def __init__(self, link: Link, settings: Settings, block_tokens: int) -> None:
         self._link = link
-        self._settings = link.settings
+        self._settings = settings
         self._block_tokens = block_tokens
-        self._book = Book(block_tokens, save=link.settings.save)
+        self._book = Book(block_tokens, save=settings.save)
         self._asked: dict[str, _Asked] = {}
         self._pool = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="dpurt-lookup")
         self._adapters = Adapters(self._pool)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,12 +20,13 @@ from dpurt.config import load_config
 from dpurt.errors import ConfigError
 from dpurt.transport import CurveClient
 
+S = TypeVar("S", bound="NodeSettings")
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Millis = Annotated[float, Meta(ge=0, le=60_000)]
 
 
-class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`. Every wait of the engine for the node has its limit here."""
+class NodeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which node, who we are to it, and under which name it knows our KV."""
 
     space: str
     topology: str | None = None
@@ -39,6 +40,11 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     revision: str | None = None
     fabrics: tuple[Literal["shm", "verbs", "tcp"], ...] = ("shm", "verbs", "tcp")
+
+
+class Settings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config` of the connector. Every wait of the engine for the node has its limit here."""
+
     load: Literal["async", "layers", "none"] = "async"
     save: Literal["all", "prompt", "none"] = "all"
     min_load_blocks: Annotated[int, Meta(ge=1)] = 1
@@ -48,10 +54,17 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lookup_budget_ms: Millis = 200.0  # then a request goes on without
     load_timeout_s: Seconds = 10.0  # of all of a request's blocks; then they are computed
     layer_wait_s: Seconds = 2.0  # load "layers": all waits of one step together
-    save_timeout_s: Seconds = 10.0
+    save_timeout_s: Seconds = 10.0  # of one batch of blocks
     save_buffer_bytes: Annotated[int, Meta(ge=1 << 16)] = (
         32 << 20
     )  # KV read from the engine and not stored yet
+
+
+class TierSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tier's entry in `secondary_tiers`, without `type` and `module_path`."""
+
+    load_timeout_s: Seconds = 5.0  # of one chunk
+    store_timeout_s: Seconds = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +77,15 @@ class Access:
     curve: CurveClient | None
 
 
-def settings_from(extra: dict[str, Any]) -> Settings:
+def settings_from(extra: dict[str, Any], kind: type[S]) -> S:
     """Raises ConfigError that says where and what was expected."""
     try:
-        return msgspec.convert(extra, Settings)
+        return msgspec.convert(extra, kind)
     except msgspec.ValidationError as error:
         raise ConfigError("kv_connector_extra_config", str(error)) from error
 
 
-def access_from(settings: Settings) -> Access:
+def access_from(settings: NodeSettings) -> Access:
     """Raises ConfigError: no such file, nothing to say where the node is, a salt that cannot be had."""
     curve = _curve(settings)
     if settings.topology is not None:
@@ -84,7 +97,7 @@ def access_from(settings: Settings) -> Access:
     return Access(settings.endpoint, settings.tenant, _salt(settings), curve)
 
 
-def _salt(settings: Settings) -> bytes:
+def _salt(settings: NodeSettings) -> bytes:
     if settings.salt_file is not None:
         return keys.read_secret(Path(settings.salt_file))
     if settings.salt_env is not None:
@@ -97,7 +110,7 @@ def _salt(settings: Settings) -> bytes:
     raise ConfigError("kv_connector_extra_config", "the tenant's salt: give `salt_file` or `salt_env`")
 
 
-def _curve(settings: Settings) -> CurveClient | None:
+def _curve(settings: NodeSettings) -> CurveClient | None:
     if settings.curve_pair is None:
         return None
     if settings.curve_node is None:

@@ -28,10 +28,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dpurt.client import LoadedBlock
+from dpurt.engines.vllm.fetcher import Fetcher, span_of
 from dpurt.engines.vllm.link import Link, Stopwatch
 from dpurt.engines.vllm.pages import Bytes, Pages
 from dpurt.engines.vllm.plan import Ending, Order, Step
-from dpurt.errors import DpurtError, LocalProtocolError
+from dpurt.engines.vllm.settings import Settings
+from dpurt.errors import DpurtError
 from dpurt.wire import messages as m
 
 LOAD_THREADS = 2
@@ -74,11 +76,11 @@ class Results:
 class Mover:
     """One worker's loads and saves. Public methods are for the engine's thread only."""
 
-    def __init__(self, link: Link, pages: Pages, shard: int) -> None:
+    def __init__(self, link: Link, settings: Settings, pages: Pages, shard: int) -> None:
         self._link = link
         self._pages = pages
         self._shard = shard
-        self._settings = link.settings
+        self._settings = settings
         self._prefixes: dict[str, bytearray] = {}
         self._loaders = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="dpurt-load")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="dpurt-save")
@@ -95,7 +97,7 @@ class Mover:
         payload = pages.geometry.payload_bytes
         self._batch = max(1, min(BATCH_BLOCKS, self._settings.save_buffer_bytes // payload))
         self._buffer = np.empty((self._batch, payload), np.uint8)  # the saver's
-        self._has_views = True
+        self._fetcher = Fetcher(link, pages.geometry)
 
     # --- the engine's thread ---
 
@@ -250,29 +252,13 @@ class Mover:
         self, job: _Job, first: int, ids: Sequence[int], parts: tuple[int, int] | None, left: float
     ) -> int:
         """Blocks from `first` on (or some parts of them) into the engine's blocks `ids`; how many are good, from the first."""
-        request = job.order.request
-        with self._link.guarded():
-            if self._has_views:
-                try:
-                    with self._link.client.view(
-                        request, first, len(ids), parts=parts, shard=self._shard, timeout_s=left
-                    ) as blocks:
-                        return self._place(job, ids, blocks, parts)
-                except LocalProtocolError as error:
-                    if error.code != "no_views":
-                        raise
-                    self._has_views = False
-            start, stop = self._span(parts)
-            room = np.empty((len(ids), stop - start), np.uint8)
-            into = [row.data for row in room]
-            blocks = self._link.client.load(
-                request, first, into, parts=parts, shard=self._shard, timeout_s=left
-            )
+        with self._fetcher.blocks(
+            job.order.request, first, len(ids), parts=parts, shard=self._shard, timeout_s=left
+        ) as blocks:
             return self._place(job, ids, blocks, parts)
 
     def _span(self, parts: tuple[int, int] | None) -> tuple[int, int]:
-        offsets = self._pages.geometry.part_offsets
-        return (offsets[parts[0]], offsets[parts[1]]) if parts else (0, offsets[-1])
+        return span_of(self._pages.geometry, parts)
 
     def _place(
         self, job: _Job, ids: Sequence[int], blocks: Sequence[LoadedBlock], parts: tuple[int, int] | None

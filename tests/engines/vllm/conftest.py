@@ -125,11 +125,12 @@ class Engine:
 class Node:
     """A `dpurt serve` for this model."""
 
-    def __init__(self, folder: Path, **space: Any) -> None:
+    def __init__(self, folder: Path, *, tier: bool = False, **space: Any) -> None:
         self.folder = folder
         self.port = free_port()
         self.topology = folder / "node.toml"
-        self.topology.write_text(topology(folder / "run", self.port, **space))
+        make = tier_topology if tier else topology
+        self.topology.write_text(make(folder / "run", self.port, **space))
         (folder / "run").mkdir(mode=0o700, exist_ok=True)
         self._process = NodeProcess(self.topology, folder / "run", folder / "node.log")
 
@@ -163,6 +164,14 @@ class Node:
         hosts: dict[str, Any] = self._process.stats()["hosts"]  # type: ignore[assignment]
         return dict(hosts.get("localhost", {}))
 
+    def tier_config(self, gib: float = 0.5) -> dict[str, Any]:
+        """vLLM's offloading with this node as its second tier."""
+        tier = {
+            "type": "DpurtTier", "module_path": "dpurt.engines.vllm.tier",
+            "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1",
+        }  # fmt: skip
+        return offload_config(gib, [tier])
+
     def device_reads(self) -> int:
         return self._process.device_bytes().kernel_read
 
@@ -180,6 +189,17 @@ class Node:
                 "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1", **extra
             },
         }  # fmt: skip
+
+
+def offload_config(gib: float, tiers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """vLLM's own offloading to `gib` of CPU memory, with tiers below."""
+    return {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_offload", "cpu_bytes_to_use": int(gib * 2**30),
+            "secondary_tiers": list(tiers),
+        },
+    }  # fmt: skip
 
 
 def topology(run: Path, port: int, **space: Any) -> str:
@@ -269,3 +289,19 @@ def make_engine(model: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+def tier_topology(run: Path, port: int) -> str:
+    """As `topology`, for chunks of vLLM's own host region."""
+    head, _, rest = topology(run, port).partition("[space.geometry]")
+    tail = rest[rest.index("[[host]]") :]
+    return f"""{head}[space.geometry]
+block_tokens = {BLOCK}
+[[space.geometry.groups]]
+name = "chunk"
+num_layers = 30
+num_kv_heads = 1
+head_size = 1
+part_bytes = {30 * GROUP["float32"]}
+packing = "vllm-chunk:default:1"
+{tail}"""

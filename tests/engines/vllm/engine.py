@@ -52,6 +52,14 @@ class Engine:
         time.sleep(command["seconds"])
         return {}
 
+    def settle(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Step until vLLM has nothing left to do: what it offloads after a request ended, too."""
+        deadline = time.monotonic() + 30
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests() and time.monotonic() < deadline:
+            core.step()
+        return {"left": core.scheduler.has_requests()}
+
     def reset(self, command: dict[str, Any]) -> dict[str, Any]:
         """Empty the engine's own prefix cache; the connector's too if asked."""
         return {"done": self.llm.reset_prefix_cache(reset_connector=command.get("connector", False))}
