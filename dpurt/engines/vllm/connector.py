@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -126,7 +127,9 @@ class DpurtConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "kv_transfer_config",
                 'set "kv_load_failure_policy": "recompute": a lost block must not fail a request',
             )
-        self._settings: Settings = settings_from(dict(transfer.kv_connector_extra_config), Settings)
+        self._settings: Settings = _for_role(
+            settings_from(dict(transfer.kv_connector_extra_config), Settings), transfer
+        )
         self._access: Access = access_from(self._settings)
         self._link: Link | None = None
         self._asker: Asker | None = None
@@ -325,6 +328,13 @@ class DpurtConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         tensor = get_tp_group()
         return int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
+
+
+def _for_role(settings: Settings, transfer: Any) -> Settings:
+    """A producer loads nothing, a consumer saves nothing."""
+    if not transfer.is_kv_consumer:
+        return msgspec.structs.replace(settings, load="none")
+    return settings if transfer.is_kv_producer else msgspec.structs.replace(settings, save="none")
 
 
 def _kv_dtype(vllm_config: Any) -> str:

@@ -34,6 +34,7 @@ class Order:
     ids: tuple[int, ...]
     more_tokens: bytes
     by_layer: bool = False  # the step that is about to run reads the blocks
+    expect_ms: int = 0  # blocks that are not there yet are on their way: wait so long for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,13 @@ class Book:
         one.saved_to = max(one.saved_to, matched_blocks)
 
     def allocated(
-        self, request: str, ids: Sequence[int], num_external_tokens: int, *, by_layer: bool
+        self,
+        request: str,
+        ids: Sequence[int],
+        num_external_tokens: int,
+        *,
+        by_layer: bool,
+        expect_ms: int = 0,
     ) -> None:
         """The request has blocks `ids`, and so many tokens of them are to be loaded."""
         one = self._requests[request]
@@ -129,7 +136,8 @@ class Book:
             return
         chosen = tuple(ids[one.first : one.first + count])
         assert len(chosen) == count, f"{request}: {len(ids)} blocks, a load of {count} from {one.first}"
-        one.load = Order(request, one.first, chosen, self._tokens_until(one, one.first + count), by_layer)
+        more = self._tokens_until(one, one.first + count)
+        one.load = Order(request, one.first, chosen, more, by_layer, expect_ms)
         self._step.loads.append(one.load)
         one.is_loading = not by_layer
         one.saved_to = max(one.saved_to, one.first + count)

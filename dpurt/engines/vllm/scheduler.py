@@ -40,6 +40,11 @@ class _Asked:
     loaded_tokens: int = 0
     nvme_tokens: int = 0
 
+    @property
+    def expect_ms(self) -> int:
+        """Another engine is computing this prompt and storing it: how long to wait for its blocks."""
+        return _whole_number(self.hints.get("expect_ms")) or 0
+
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
@@ -198,14 +203,16 @@ class Asker:
         is_known, reply = self._answer(asked)
         if not is_known:
             return None, False
-        name, whole = request.request_id, self._settings.load == "async"
+        name, whole = request.request_id, self._settings.load == "async" or asked.expect_ms > 0
         self._catch_up(request, asked)
         self._book.has(name, computed_tokens, reply.matched_blocks if reply else 0)
         if reply is None:
             return 0, False
+        promised = request.num_prompt_tokens // self._block_tokens if asked.expect_ms else 0
         tokens = loadable_tokens(
-            reply.matched_blocks, computed_tokens, request.num_tokens, self._block_tokens, whole=whole
-        )
+            max(reply.matched_blocks, promised), computed_tokens, request.num_tokens, self._block_tokens,
+            whole=whole,
+        )  # fmt: skip
         if tokens < self._settings.min_load_blocks * self._block_tokens:
             return 0, False
         asked.nvme_tokens = min(tokens, reply.nvme * self._block_tokens)
@@ -234,8 +241,10 @@ class Asker:
         asked = self._asked.get(request.request_id)
         if asked is None:
             return
-        by_layer = self._settings.load == "layers"
-        self._book.allocated(request.request_id, ids, num_external_tokens, by_layer=by_layer)
+        by_layer = self._settings.load == "layers" and not asked.expect_ms
+        self._book.allocated(
+            request.request_id, ids, num_external_tokens, by_layer=by_layer, expect_ms=asked.expect_ms
+        )
         if num_external_tokens:
             asked.loaded_tokens = num_external_tokens
             self._link.tally.count(hit_tokens=num_external_tokens)
@@ -285,14 +294,18 @@ class Asker:
             return False, None
         asked.answer.cancel()
         self._link.tally.count(prompt_tokens=request.num_prompt_tokens)
-        pause = asked.hints.get("pause_ms")
         reason = str(asked.hints.get("finish") or "end_turn")
-        held = self._book.end(request.request_id, reason, int(pause) if pause is not None else None)
+        held = self._book.end(request.request_id, reason, _whole_number(asked.hints.get("pause_ms")))
         return held, {PARAMS: {"loaded_tokens": asked.loaded_tokens, "node": self._link.state}}
 
 
 def _hints_of(request: Any) -> Mapping[str, Any]:
-    """What the request's sender says: ``{"dpurt": {"finish": "tool_use", "pause_ms": 4000, "resume": id, "load": false}}``."""
+    """What the request's sender says in ``kv_transfer_params["dpurt"]``; see the README for what may be there."""
     params = request.kv_transfer_params
     hints = params.get(PARAMS) if isinstance(params, Mapping) else None
     return hints if isinstance(hints, Mapping) else {}
+
+
+def _whole_number(value: object) -> int | None:
+    """A client's number, if it is one a message can carry."""
+    return value if isinstance(value, int) and 0 <= value < 1 << 31 else None

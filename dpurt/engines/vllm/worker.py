@@ -36,11 +36,12 @@ from dpurt.engines.vllm.settings import Settings
 from dpurt.errors import DpurtError
 from dpurt.wire import messages as m
 
-LOAD_THREADS = 2
+LOAD_THREADS = 4
 BATCH_BLOCKS = 64  # of one view: released as soon as they are copied
 LAYER_WINDOWS = 4  # in which a load by layer asks for parts
 IDLE_WAIT_S = 0.002
 RETRY_S = 0.05  # of a save that found no room
+ARRIVAL_S = 0.02  # between looks for blocks that another engine is storing
 _LOST = (DpurtError, OSError, ValueError, RuntimeError)
 
 
@@ -231,27 +232,30 @@ class Mover:
         found = self._link.client.lookup(
             self._settings.space, job.order.request, job.prefix, shard=self._shard, timeout_s=1.0
         )
-        return found.matched_blocks > job.order.first
+        return found.matched_blocks > job.order.first or job.order.expect_ms > 0
 
     def _load_blocks(self, job: _Job, watch: Stopwatch) -> int:
         """How many of the order's blocks are in place, from its first on."""
-        order, done = job.order, 0
+        order, done, expected_s = job.order, 0, job.order.expect_ms / 1000
         while done < len(order.ids) and not job.is_abandoned:
             ids = order.ids[done : done + BATCH_BLOCKS]
-            left = self._settings.load_timeout_s - watch.s
-            if left <= 0:
-                self._link.tally.why("blocks_failed", ["timeout"])
-                break
-            good = self._fetch(job, order.first + done, ids, None, left)
+            left = self._settings.load_timeout_s + expected_s - watch.s
+            good, why = self._fetch(job, order.first + done, ids, None, left) if left > 0 else (0, "timeout")
             done += good
-            if good < len(ids):
+            if why == "miss" and watch.s < expected_s:
+                time.sleep(ARRIVAL_S)
+            elif why:
+                self._link.tally.why("blocks_failed", [why])
                 break
         return done
 
     def _fetch(
         self, job: _Job, first: int, ids: Sequence[int], parts: tuple[int, int] | None, left: float
-    ) -> int:
-        """Blocks from `first` on (or some parts of them) into the engine's blocks `ids`; how many are good, from the first."""
+    ) -> tuple[int, str]:
+        """Blocks from `first` on (or some parts of them) into the engine's blocks `ids`.
+
+        How many are good, from the first; and why the next one is not.
+        """
         with self._fetcher.blocks(
             job.order.request, first, len(ids), parts=parts, shard=self._shard, timeout_s=left
         ) as blocks:
@@ -262,7 +266,7 @@ class Mover:
 
     def _place(
         self, job: _Job, ids: Sequence[int], blocks: Sequence[LoadedBlock], parts: tuple[int, int] | None
-    ) -> int:
+    ) -> tuple[int, str]:
         """Copy what arrived into the engine's memory, up to the first block that did not."""
         good = next((i for i, block in enumerate(blocks) if not block.is_ok), len(blocks))
         payloads: list[Bytes] = [np.frombuffer(block.data, np.uint8) for block in blocks[:good] if block.data]
@@ -271,12 +275,11 @@ class Mover:
         for part in range(first, last):
             with job.lock:
                 if job.is_abandoned:
-                    return 0
+                    return 0, "abandoned"
                 self._pages.scatter(ids[:good], payloads, part, start)
             self._part_arrived(job, part, good == len(ids))
         self._count_loads(blocks[:good], good * (stop - start), first == 0)
-        self._link.tally.why("blocks_failed", [block.status for block in blocks[good : good + 1]])
-        return good
+        return good, blocks[good].status if good < len(blocks) else ""
 
     def _part_arrived(self, job: _Job, part: int, whole: bool) -> None:
         if job.order.by_layer and whole:
@@ -299,9 +302,10 @@ class Mover:
             step = -(-num_parts // LAYER_WINDOWS)
             for start in range(0, num_parts, step):
                 left = self._settings.layer_wait_s - watch.s
-                is_good = is_good and left > 0 and not job.is_abandoned
                 window = (start, min(start + step, num_parts))
-                is_good = is_good and self._fetch(job, order.first, order.ids, window, left) == len(order.ids)
+                is_good = (
+                    is_good and left > 0 and self._fetch(job, order.first, order.ids, window, left)[1] == ""
+                )
                 if not is_good:
                     break
         except _LOST as error:
