@@ -388,7 +388,10 @@ class TenantConfig(Table, frozen=True, kw_only=True):
 
 
 class LayerGroupConfig(Table, frozen=True, kw_only=True):
-    """See `dpurt.core.identity.LayerGroup`: `part_bytes` is of one block of one shard."""
+    """See `dpurt.core.identity.LayerGroup`: `part_bytes` is of one block of one shard.
+
+    `count` above 1 stands for so many equal groups, named ``NAME.0``, ``NAME.1`` and so on.
+    """
 
     name: Name
     num_layers: Positive
@@ -397,9 +400,13 @@ class LayerGroupConfig(Table, frozen=True, kw_only=True):
     part_bytes: Positive
     packing: Text = "kv"
     window_tokens: Positive | None = None
+    count: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
 
-    def to_group(self) -> LayerGroup:
-        return LayerGroup(**msgspec.structs.asdict(self))
+    def to_groups(self) -> list[LayerGroup]:
+        fields = msgspec.structs.asdict(self)
+        count, name = fields.pop("count"), fields.pop("name")
+        names = [name] if count == 1 else [f"{name}.{i}" for i in range(count)]
+        return [LayerGroup(name=each, **fields) for each in names]
 
 
 class GeometryConfig(Table, frozen=True, kw_only=True):
@@ -409,8 +416,13 @@ class GeometryConfig(Table, frozen=True, kw_only=True):
     groups: Annotated[tuple[LayerGroupConfig, ...], Meta(min_length=1, max_length=MAX_PARTS)]
     token_bytes: Literal[4, 8] = 4
 
+    def __post_init__(self) -> None:
+        total = sum(group.count for group in self.groups)
+        if total > MAX_PARTS:
+            raise ValueError(f"groups: at most {MAX_PARTS} in all, their counts add up to {total}")
+
     def to_geometry(self) -> Geometry:
-        groups = tuple(group.to_group() for group in self.groups)
+        groups = tuple(each for group in self.groups for each in group.to_groups())
         return Geometry(block_tokens=self.block_tokens, groups=groups, token_bytes=self.token_bytes)
 
 
