@@ -12,10 +12,10 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -28,6 +28,7 @@ __all__ = [
     "CASES",
     "FabricTraits",
     "HostProcess",
+    "Peers",
     "RecordingAccess",
     "Rig",
     "check_fabric",
@@ -53,6 +54,32 @@ class FabricTraits:
 
 
 MakeFabric = Callable[[AccessCheck], Fabric]
+
+
+class Running(Protocol):
+    """A host program with its ends of two pipes, as `trio.Process` is one."""
+
+    @property
+    def stdin(self) -> trio.abc.SendStream | None: ...
+
+    @property
+    def stdout(self) -> trio.abc.ReceiveStream | None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def _launch_here(command: Sequence[str]) -> Running:
+    return await trio.lowlevel.open_process(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Where hosts are: how an endpoint is opened, and how a host program is started. Here, unless said otherwise."""
+
+    dial: Callable[[str, Address, int, bytes, float], Awaitable[Endpoint]] = connect
+    launch: Callable[[Sequence[str]], Awaitable[Running]] = _launch_here
 
 
 class RecordingAccess:
@@ -91,6 +118,7 @@ class Rig:
     fabric: Fabric
     traits: FabricTraits
     access: RecordingAccess
+    peers: Peers = field(default_factory=Peers)
     address: Address = field(default_factory=dict)
     regions: dict[int, MemfdRegion] = field(default_factory=dict)
     closed: list[int] = field(default_factory=list)
@@ -107,7 +135,9 @@ class Rig:
             await self._changed.wait()
 
     async def open(self, session: int = ALICE, token: bytes | None = None) -> Endpoint:
-        return await connect(self.fabric.kind, self.address, session, token or token_of(session), soon())
+        return await self.peers.dial(
+            self.fabric.kind, self.address, session, token or token_of(session), soon()
+        )
 
     def link(self, session: int = ALICE) -> Link:
         link = self.fabric.link(session)
@@ -136,9 +166,11 @@ def piece(region_id: int, offset: int, length: int, lease: int = LEASE, fill: in
 
 
 @asynccontextmanager
-async def serving(make_fabric: MakeFabric, traits: FabricTraits) -> AsyncIterator[Rig]:
+async def serving(
+    make_fabric: MakeFabric, traits: FabricTraits, peers: Peers | None = None
+) -> AsyncIterator[Rig]:
     access = RecordingAccess()
-    rig = Rig(make_fabric(access), traits, access)
+    rig = Rig(make_fabric(access), traits, access, peers or Peers())
     _offer_regions(rig)
     try:
         async with trio.open_nursery() as nursery:
@@ -565,7 +597,7 @@ async def nobody_there_is_node_unavailable(rig: Rig) -> None:
 class HostProcess:
     """A `dpurt.testing.fabric_host` and its conversation."""
 
-    def __init__(self, process: trio.Process) -> None:
+    def __init__(self, process: Running) -> None:
         self.process = process
         self._buffer = b""
 
@@ -598,7 +630,7 @@ async def host_process(rig: Rig, session: int) -> AsyncIterator[HostProcess]:
         "token": token_of(session).hex(),
     }
     command = [sys.executable, "-m", "dpurt.testing.fabric_host", json.dumps(link)]
-    process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = await rig.peers.launch(command)
     try:
         yield HostProcess(process)
     finally:
@@ -682,10 +714,12 @@ CASES: tuple[Case, ...] = (
 )
 
 
-async def run_case(case: Case, make_fabric: MakeFabric, traits: FabricTraits) -> None:
+async def run_case(
+    case: Case, make_fabric: MakeFabric, traits: FabricTraits, peers: Peers | None = None
+) -> None:
     """One case on a fabric of its own, in bounded time."""
     with trio.fail_after(30):
-        async with serving(make_fabric, traits) as rig:
+        async with serving(make_fabric, traits, peers) as rig:
             await case(rig)
 
 
