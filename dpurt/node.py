@@ -44,13 +44,12 @@ from dpurt.core.prefetch import PrefetchCore
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
 from dpurt.core.staging import StagingPool
-from dpurt.errors import RdmaUnavailable
 from dpurt.fabric import Fabric
 from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.shm import ShmFabric
 from dpurt.fabric.tcp import TcpFabric
 from dpurt.fabric.verbs import VerbsFabric
-from dpurt.rdma.device import find
+from dpurt.rdma.paths import paths_to, resolve
 from dpurt.runtime.actor import RestartPolicy, supervise
 
 log = structlog.get_logger()
@@ -76,6 +75,8 @@ class Node:
         self.rebuilt: dict[str, object] = {}
         self._numbers = 0
         self._stop = trio.Event()
+        self.verbs: VerbsFabric | None = None
+        self._paths: dict[str, list[tuple[str, str]]] = {}  # host: addresses of rails, best first, and why
         self._wall_offset = 0.0
 
     # --- life ---
@@ -170,7 +171,9 @@ class Node:
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
         fabrics, off = self._fabrics(access)
-        self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
+        self.fabric = FabricAgent(
+            fabrics, {host.name: host.fabrics for host in config.host}, off, self._paths
+        )
         self._make_spaces()
         core = self._prefetch_core()
         self.prefetch = PrefetchAgent(core, self.staging)
@@ -204,10 +207,21 @@ class Node:
             fabrics["tcp"] = TcpFabric(access, host=host, port=port)
         if "verbs" in wanted:
             verbs = self.config.fabric.verbs
-            try:
-                fabrics["verbs"] = VerbsFabric(access, find(verbs.device, verbs.address), port=verbs.port)
-            except RdmaUnavailable as error:
-                off["verbs"] = str(error)
+            rails, missing = resolve(self.config.rails())
+            for name, reason in missing.items():
+                off[f"verbs rail {name}" if rails else "verbs"] = reason
+            if rails:
+                self.verbs = VerbsFabric(
+                    access, [rail.device for rail in rails], port=verbs.port, queue_pairs=verbs.queue_pairs
+                )
+                fabrics["verbs"] = self.verbs
+            self._paths = {
+                host.name: [
+                    (path.rail.device.address, path.reason)
+                    for path in paths_to(rails, host.rails, host.switch)
+                ]
+                for host in self.config.host
+            }
         return fabrics, off
 
     def _make_spaces(self) -> None:
@@ -351,6 +365,9 @@ class Node:
             },
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
+            "rails": {
+                name: plain(rail) for name, rail in (self.verbs.rail_stats() if self.verbs else {}).items()
+            },
             "prefetch": self._prefetch_stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip

@@ -21,7 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["MIN_STRIPE_BYTES", "LaneState", "Lanes", "RailFacts", "Stripes", "order", "stripe_bytes"]
+__all__ = [
+    "MIN_STRIPE_BYTES",
+    "LaneState",
+    "Lanes",
+    "RailFacts",
+    "RailWish",
+    "Stripes",
+    "order",
+    "stripe_bytes",
+]
 
 MIN_STRIPE_BYTES = 256 << 10
 MAX_STRIPE_BYTES = 1 << 20
@@ -29,10 +38,24 @@ STRIPES_PER_LANE = 4
 GUESS_BYTES = 1 << 20  # what the first guess of a speed weighs
 MEMORY_BYTES = 64 << 20  # of moved bytes that speeds are taken from: beyond, old ones fade
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
-PATIENCE_S, PATIENCE = 4.0, 8.0  # a lane without progress for so long, and so many times what it should take, has stalled
+PATIENCE_S, PATIENCE = (
+    4.0,
+    8.0,
+)  # a lane without progress for so long, and so many times what it should take, has stalled
 
 
 # --- which rails lead to a host, best first ---
+
+
+class RailWish(NamedTuple):
+    """What a topology says of a rail; empty or None: not said."""
+
+    name: str
+    device: str = ""
+    address: str = ""
+    switch: str = ""
+    numa: int | None = None
+    bandwidth_bytes_per_s: int | None = None
 
 
 class RailFacts(NamedTuple):
@@ -160,9 +183,7 @@ class Lanes:
             return ranked[:1]
         fastest = max(self.states[lane].bytes_per_s for lane in ranked)
         return [
-            lane
-            for lane in ranked
-            if self.states[lane].bytes_per_s * num_bytes >= fastest * MIN_STRIPE_BYTES
+            lane for lane in ranked if self.states[lane].bytes_per_s * num_bytes >= fastest * MIN_STRIPE_BYTES
         ]
 
     def _end_s(self, lane: int) -> float:

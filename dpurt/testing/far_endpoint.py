@@ -42,7 +42,7 @@ class _Frames:
         self._buffer = bytearray()
         self._head: dict[str, Any] | None = None
 
-    def feed(self, data: bytes) -> tuple[dict[str, Any], bytes] | None:
+    def feed(self, data: bytes | bytearray) -> tuple[dict[str, Any], bytes] | None:
         """One frame, once it is whole."""
         self._buffer += data
         if self._head is None and b"\n" in self._buffer:

@@ -18,7 +18,7 @@ ENDPOINTS = ("10.9.9.2", 7701)
 
 
 @pytest.fixture(scope="module")
-def endpoints(far: Far) -> Iterator[Peers]:
+def endpoints(far) -> Iterator[Peers]:  # type: ignore[no-untyped-def]
     """A process in the far machine that makes endpoints when it is told to."""
     command = ("python3", "-m", "dpurt.testing.far_endpoint", ENDPOINTS[0], str(ENDPOINTS[1]))
     with far.running(*command, port=ENDPOINTS):
@@ -27,4 +27,4 @@ def endpoints(far: Far) -> Iterator[Peers]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 async def test_contract_across_two_machines(case, endpoints):  # type: ignore[no-untyped-def]
-    await run_case(case, lambda access: VerbsFabric(access, find("rxe0")), TRAITS, endpoints)
+    await run_case(case, lambda access: VerbsFabric(access, [find("rxe0")]), TRAITS, endpoints)
