@@ -25,6 +25,7 @@ from dpurt.agents.gateway import GatewayAgent
 from dpurt.agents.index import IndexAgent
 from dpurt.agents.intake import Intake
 from dpurt.agents.metrics import MetricsAgent
+from dpurt.agents.placement import PlacementAgent
 from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
 from dpurt.agents.segment_scan import StoredRecord
@@ -37,6 +38,7 @@ from dpurt.bdev.file import FileBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig
 from dpurt.core.arbiter import Arbiter, Budget
+from dpurt.core.events import Event
 from dpurt.core.eviction import make_policy
 from dpurt.core.ledger import Ledger, Totals
 from dpurt.core.predictor import make_predictor
@@ -112,7 +114,7 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = ADVICE if agent in (self.prefetch, self.metrics) else VITAL
+                policy = ADVICE if agent in (self.prefetch, self.placement, self.metrics) else VITAL
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -179,21 +181,29 @@ class Node:
         self.prefetch = PrefetchAgent(core, self.staging)
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
-        self.staging.observe = self.prefetch.observe
+        self.placement = PlacementAgent(config.placement, self.staging, self.fabric)
+        self.placement.first_hop = self.prefetch.observe
+        self.staging.observe = self._observe
         self.staging.housekeeping.append(self.intake.expire)
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
         self.gateway = GatewayAgent(
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
-            self.prefetch.observe, self.stats,
+            self._observe, self.stats, self.placement,
         )  # fmt: skip
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.metrics,
+            self.index, self.storage, self.staging, self.prefetch, self.placement, self.fabric, self.gateway,
+            self.metrics,
         ]  # fmt: skip
+
+    def _observe(self, event: Event) -> None:
+        """Something happened, for both hops of prefetch."""
+        self.prefetch.observe(event)
+        self.placement.observe(event)
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
         """The fabrics some host may use, and why some are not to be had on this machine."""
@@ -313,6 +323,7 @@ class Node:
         epoch = old.space.epoch + 1
         await self.store.set_epoch(name, epoch)
         self._add_state(name, epoch, old.slab)
+        self.placement.retire(old)
         log.info("epoch_bumped", space=name, epoch=epoch)
         await self._sweep(old)
         return epoch
@@ -369,6 +380,7 @@ class Node:
                 name: plain(rail) for name, rail in (self.verbs.rail_stats() if self.verbs else {}).items()
             },
             "prefetch": self._prefetch_stats(),
+            "placement": self.placement.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

@@ -535,6 +535,20 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     min_probability: Share = 0.05
 
 
+class PlacementConfig(Table, frozen=True, kw_only=True):
+    """The second hop of prefetch: staged blocks put into the landing zones that hosts offer, under this budget of each host's
+    link. `max_slots`: of one zone.
+    """
+
+    enabled: bool = True
+    predictors: tuple[Predictor, ...] = ("sliding_window", "hint")
+    lookahead_blocks: Positive = 16
+    bandwidth_bytes_per_s: Positive = 1 << 30
+    queue_depth: Annotated[int, Meta(ge=1, le=64)] = 8
+    min_probability: Share = 0.05
+    max_slots: Annotated[int, Meta(ge=1, le=1 << 16)] = 4096
+
+
 class MetricsConfig(Table, frozen=True, kw_only=True):
     """Prometheus text over HTTP on loopback, e.g. ``"127.0.0.1:9571"``; empty is off."""
 
@@ -574,6 +588,7 @@ class Config(Table, frozen=True, kw_only=True):
     gateway: GatewayConfig = GatewayConfig()
     fabric: FabricConfig = FabricConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+    placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
     envelope: EnvelopeConfig | None = None
 

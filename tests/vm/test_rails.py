@@ -78,9 +78,13 @@ async def rig_of(queue_pairs: int = 1) -> AsyncIterator[tuple[Rig, VerbsEndpoint
             await host.aclose()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # states of the fabric and of the kernel that nobody announces
+        await trio.sleep(0.02)
+
+
 async def until_up(host: VerbsEndpoint, count: int) -> None:
-    while sum(state.is_up for state in host.lanes.states) < count:
-        await trio.sleep(0.05)
+    await until(lambda: sum(state.is_up for state in host.lanes.states) >= count)
 
 
 def carried(host: VerbsEndpoint) -> dict[str, int]:
@@ -109,9 +113,7 @@ async def test_a_large_transfer_takes_both_rails_and_a_small_one_takes_one():
         assert sum(rail.bytes_in for rail in stats.values()) == SIZE
 
 
-@pytest.mark.parametrize("interface", [INTERFACE, "eth0"])
-async def test_a_rail_taken_down_in_the_middle_costs_no_byte_and_its_return_is_used(interface: str):
-    device = {INTERFACE: "rxe1", "eth0": "rxe0"}[interface]
+async def test_a_rail_taken_down_in_the_middle_costs_no_byte_and_its_return_is_used():
     async with rig_of() as (rig, host):
         landing = host.landing(SIZE)
         moved = 0
@@ -136,15 +138,14 @@ async def test_a_rail_taken_down_in_the_middle_costs_no_byte_and_its_return_is_u
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(pull_on)
                 nursery.start_soon(push_on)
-                while moved < 2:
-                    await trio.sleep(0.01)
-                ip("link", "set", interface, "down")
+                await until(lambda: moved >= 2)
+                ip("link", "set", INTERFACE, "down")
         finally:
-            ip("link", "set", interface, "up")
-        [lost] = [state for state in host.lanes.states if state.name.endswith(device)]
+            ip("link", "set", INTERFACE, "up")
+        [lost] = [state for state in host.lanes.states if state.name.endswith("rxe1")]
         assert lost.breaks >= 1
         assert lost.last_failure
-        [rail] = [rail for name, rail in rig.fabric.rail_stats().items() if name.startswith(device)]  # type: ignore[attr-defined]
+        [rail] = [rail for name, rail in rig.fabric.rail_stats().items() if name.startswith("rxe1")]  # type: ignore[attr-defined]
         assert rail.breaks >= 1
         await until_up(host, 2)
         before = carried(host)
@@ -166,5 +167,4 @@ async def test_with_every_rail_down_calls_end_with_an_error_in_their_time():
         finally:
             for interface in ("eth0", INTERFACE):
                 ip("link", "set", interface, "up")
-        while not (is_up(find("rxe0")) and is_up(find("rxe1"))):
-            await trio.sleep(0.05)
+        await until(lambda: is_up(find("rxe0")) and is_up(find("rxe1")))
