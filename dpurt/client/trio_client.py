@@ -30,6 +30,7 @@ from typing import TypeVar
 import crc32c
 import trio
 
+from dpurt.client.in_order import InOrder
 from dpurt.client.zones import Prompt, Zones
 from dpurt.core.identity import Space
 from dpurt.core.landing_zone import ZoneLayout
@@ -385,12 +386,13 @@ class Client:
 
     async def hint(self, hint: m.Hint) -> None:
         """Tell the node something; no answer, may be lost."""
+        if hint.kind == "finish":
+            self._zones.forget(hint.request)
         if self._session is not None:
             await self._post(hint)
 
     async def finish(self, request: str, reason: str = "") -> None:
         """The request is over: its scope ends, `reason` (``end_turn``, ``tool_use``) feeds the predictors."""
-        self._zones.forget(request)
         await self.hint(m.Hint(request=request, kind="finish", reason=reason))
 
     async def load(
@@ -419,6 +421,49 @@ class Client:
                 request, first + start, into[start : start + count], parts, shard, deadline
             )
         return loaded
+
+    @asynccontextmanager
+    async def loading(
+        self,
+        space: str,
+        request: str,
+        first: int,
+        into: Sequence[memoryview | bytearray],
+        order: Sequence[tuple[int, int]],
+        *,
+        shard: int = 0,
+        ahead: int = 3,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[InOrder[tuple[int, int], list[LoadedBlock]]]:
+        """As `load`, run of parts by run of parts, in the `order` the engine needs them: each comes, checked, as soon as it is
+        here in every block, while up to `ahead` later ones are on their way::
+
+            async with client.loading("s", "r", 0, buffers, [(0, 1), (1, 2), (2, 4)]) as arriving:
+                async for parts, blocks in arriving: ...
+
+        A buffer has room for a whole block; each part goes to its place in it. Leaving the block ends what is still under way.
+        """
+        if space not in self._spaces:
+            raise ValueError(f"no space {space!r} was given to connect")
+        sizes = [group.part_bytes for group in self._spaces[space].geometry.groups]
+        rooms = [memoryview(buffer).cast("B") for buffer in into]
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+
+        async def ask(parts: tuple[int, int]) -> list[LoadedBlock]:
+            start, stop = sum(sizes[: parts[0]]), sum(sizes[: parts[1]])
+            left = deadline - trio.current_time()
+            places = [room[start:stop] for room in rooms]
+            return await self.load(request, first, places, parts=parts, shard=shard, timeout_s=left)
+
+        error: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                yield InOrder(nursery, ask, order, ahead)
+            except Exception as caught:  # the caller's: raised below as it is, not in the nursery's group
+                error = caught
+            nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
 
     async def _take_placed(
         self,

@@ -15,6 +15,8 @@ from dpurt.core.landing_zone import ZoneLayout, ZoneReader
 
 __all__ = ["Prompt", "Zones"]
 
+MAX_PROMPTS = 4096
+
 
 class Prompt:
     """One prompt's block keys, as far as they were asked for."""
@@ -74,6 +76,8 @@ class Zones:
 
     def remember(self, request: str, prompt: Prompt) -> None:
         self._prompts[request] = prompt
+        if len(self._prompts) > MAX_PROMPTS:  # requests that were never finished
+            del self._prompts[next(iter(self._prompts))]
 
     def forget(self, request: str) -> None:
         self._prompts.pop(request, None)
