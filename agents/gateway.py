@@ -11,7 +11,7 @@ is a stranger: it is told ``no_session`` and says hello again, and its old sessi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ from .feeds import next_batch
 from .hosts import Hosts, Refusal
 from .index import IndexAgent
 from .intake import Intake
+from .placement import PlacementAgent
 from .refusals import RefusalLog
 from .sessions import NO_HANDLE, Scope, Session
 from .spaces import SpaceState
@@ -76,6 +77,7 @@ class GatewayAgent(Actor[None]):
         decode: DecodeAgent,
         observe: Callable[[Event], object],
         node_stats: Callable[[], dict[str, object]],
+        placement: PlacementAgent,
     ) -> None:
         super().__init__(1)
         self.config = config
@@ -88,7 +90,9 @@ class GatewayAgent(Actor[None]):
         self._decode = decode
         self._observe = observe
         self._node_stats = node_stats
+        self._placement = placement
         self.hosts = Hosts(config, incarnation, index, staging, intake, fabric, observe)
+        self.hosts.on_session_ended.append(placement.close_session)
         self.errors: dict[str, int] = {}
         self.messages = 0
         self.denied = 0  # connections with a key that is not in the topology
@@ -103,7 +107,7 @@ class GatewayAgent(Actor[None]):
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
             m.Cancel: self._cancel, m.Explain: self._explain, m.Route: self._route, m.Stats: self._stats, m.Ping: self._ping,
-            m.Bye: self._bye, m.Delete: self._delete,
+            m.Bye: self._bye, m.Delete: self._delete, m.Zone: self._zone, m.Used: self._used,
         }  # fmt: skip
 
     # --- sockets ---
@@ -389,6 +393,31 @@ class GatewayAgent(Actor[None]):
         )  # fmt: skip
         return m.ReserveReply(id=request.id, blocks=grants)
 
+    def _zone(self, session: Session, request: m.Zone) -> m.Ok:
+        state = self.hosts.state(session, request.space, request.shard)
+        if not self._placement.is_enabled:
+            return m.Ok(id=request.id)
+        slots = min(request.slots, self.config.placement.max_slots)
+        owner = self.hosts.new_owner()
+        self._placement.open_zone(session, state, request.shard, request.region, slots, owner)
+        return m.Ok(id=request.id, count=slots)
+
+    def _used(self, session: Session, request: m.Used) -> m.Ok:
+        """As a load of these blocks, but for the bytes: they are there already."""
+        scope = session.scopes.get(request.request)
+        if scope is None or scope.state.retired:
+            return m.Ok(id=request.id)  # it ended meanwhile
+        state, parts = scope.state, self._parts(scope.state, request.parts)
+        positions = [p for p in request.blocks if p < len(scope.handles)]
+        refs = state.refs(scope.handles[positions].tolist(), request.shard) if positions else []
+        for first, count in _runs(positions):
+            self._observe(Consumed(scope.sequence, first, count))
+        self._placement.used(session, state, request.shard, scope.sequence, refs)
+        session.counters.blocks += len(refs)
+        session.counters.landing += len(refs)
+        session.counters.bytes_loaded += len(refs) * sum(state.part_bytes[parts.start : parts.stop])
+        return m.Ok(id=request.id, count=len(refs))
+
     def _release(self, session: Session, request: m.Release) -> m.Ok:
         count = self._staging.release(request.leases, session.number)
         return m.Ok(id=request.id, count=count + self._intake.release(request.reservations, session.number))
@@ -661,3 +690,12 @@ def _check_decode(scope: Scope, hint: m.Hint) -> None:
         raise Refusal("malformed", f"{len(hint.masses)} masses for {len(hint.touched)} touched blocks")
     if hint.shard != scope.shard:
         raise Refusal("malformed", f"shard {hint.shard} of a request that was looked up for {scope.shard}")
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of consecutive positions."""
+    start = 0
+    for i in range(1, len(positions) + 1):
+        if i == len(positions) or positions[i] != positions[i - 1] + 1:
+            yield positions[start], i - start
+            start = i

@@ -74,6 +74,7 @@ class HostCounters:
     blocks: int = 0
     staging: int = 0
     nvme: int = 0
+    landing: int = 0  # found in the host's landing zone
     misses: dict[str, int] = field(default_factory=dict)
     bytes_loaded: int = 0
     stored: int = 0

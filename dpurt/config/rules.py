@@ -131,6 +131,7 @@ def _names(config: Config) -> Iterator[Problem]:
         "space": config.space,
         "host": config.host,
         "engine": config.engine,
+        "rail": config.rail,
     }
     for table, entries in tables.items():
         seen: set[str] = set()
@@ -210,7 +211,11 @@ def _spaces(config: Config) -> Iterator[Problem]:
 
 def _hosts(config: Config) -> Iterator[Problem]:
     sizes = {space.name: space.record_bytes for space in config.space}
+    rails = [rail.name for rail in config.rail]
     for i, host in enumerate(config.host):
+        for j, name in enumerate(host.rails):
+            if name not in rails:
+                yield f"$.host[{i}].rails[{j}]", f"no rail {name!r}; known: {', '.join(rails) or 'none'}"
         for j, name in enumerate(host.spaces):
             if name not in sizes:
                 yield f"$.host[{i}].spaces[{j}]", f"no space {name!r}; known: {', '.join(sizes)}"

@@ -22,6 +22,7 @@ from dpurt import keys
 from dpurt.config import rules
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.identity import MAX_PARTS, Geometry, LayerGroup, Space
+from dpurt.core.rails import RailWish
 from dpurt.core.record import RecordLayout
 from dpurt.errors import ConfigError
 
@@ -511,7 +512,7 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
 
 class HostConfig(Table, frozen=True, kw_only=True):
     """A GPU host that may connect. `fabrics`: best first. `public_key`: only the bearer of its secret may
-    claim the name.
+    claim the name. `rails` are those of the node that lead to it (none named: all), `switch` is the one it hangs on.
     """
 
     name: Name
@@ -521,6 +522,25 @@ class HostConfig(Table, frozen=True, kw_only=True):
     public_key: Annotated[str, Meta(min_length=keys.Z85_KEY_CHARS, max_length=keys.Z85_KEY_CHARS)] | None = (
         None
     )
+    rails: tuple[Name, ...] = ()
+    switch: str = ""
+
+
+class RailConfig(Table, frozen=True, kw_only=True):
+    """One way out of this node for RDMA: a port of a NIC, by its device's name or its IPv4 address. `switch`: where its cable
+    ends. `numa` and `bandwidth_bytes_per_s` are asked of the kernel where they are not given.
+    """
+
+    name: Name
+    device: str = ""
+    address: str = ""
+    switch: str = ""
+    numa: Annotated[int, Meta(ge=0)] | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if not self.device and not self.address:
+            raise ValueError(f"rail {self.name!r}: give device, address or both")
 
 
 class EngineConfig(Table, frozen=True, kw_only=True):
@@ -567,13 +587,14 @@ class LinkConfig(Table, frozen=True, kw_only=True):
 
 
 class VerbsConfig(Table, frozen=True, kw_only=True):
-    """Which RDMA device the verbs fabric uses: by name, by its IPv4 address, or the only one there is. `port`: TCP, of the
-    control connection, on the device's address; 0: any.
+    """Which RDMA device the verbs fabric uses: by name, by its IPv4 address, or the only one there is; with `[[rail]]` tables
+    it is those. `port`: TCP, of the control connection, on the device's address; 0: any. `queue_pairs`: of a host, on each rail.
     """
 
     device: str = ""
     address: str = ""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    queue_pairs: Annotated[int, Meta(ge=1, le=4)] = 1
 
 
 class FabricConfig(Table, frozen=True, kw_only=True):
@@ -602,6 +623,20 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     bandwidth_bytes_per_s: Positive = 1 << 30
     staging_fraction: Share = 0.5
     min_probability: Share = 0.05
+
+
+class PlacementConfig(Table, frozen=True, kw_only=True):
+    """The second hop of prefetch: staged blocks put into the landing zones that hosts offer, under this budget of each host's
+    link. `max_slots`: of one zone.
+    """
+
+    enabled: bool = True
+    predictors: tuple[Predictor, ...] = ("sliding_window", "hint")
+    lookahead_blocks: Positive = 16
+    bandwidth_bytes_per_s: Positive = 1 << 30
+    queue_depth: Annotated[int, Meta(ge=1, le=64)] = 8
+    min_probability: Share = 0.05
+    max_slots: Annotated[int, Meta(ge=1, le=1 << 16)] = 4096
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):
@@ -644,10 +679,12 @@ class Config(Table, frozen=True, kw_only=True):
     host: tuple[HostConfig, ...] = ()
     engine: tuple[EngineConfig, ...] = ()
     link: tuple[LinkConfig, ...] = ()
+    rail: Annotated[tuple[RailConfig, ...], Meta(max_length=4)] = ()
     node: NodeConfig = NodeConfig()
     gateway: GatewayConfig = GatewayConfig()
     fabric: FabricConfig = FabricConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+    placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
     router: RouterConfig = RouterConfig()
     envelope: EnvelopeConfig | None = None
@@ -662,6 +699,12 @@ class Config(Table, frozen=True, kw_only=True):
 
     def host_named(self, name: str) -> HostConfig | None:
         return next((host for host in self.host if host.name == name), None)
+
+    def rails(self) -> tuple[RailWish, ...]:
+        """What the verbs fabric should use, at least one."""
+        if self.rail:
+            return tuple(RailWish(**msgspec.structs.asdict(rail)) for rail in self.rail)
+        return (RailWish("rdma", self.fabric.verbs.device, self.fabric.verbs.address),)
 
     def to_space(self, name: str) -> Space:
         """The identity of a space, its tenant's salt loaded, epoch 0. ConfigError when the salt cannot be

@@ -155,6 +155,26 @@ class Landing(Struct, kw_only=True):
     offsets: IdList
 
 
+class Zone(Request, tag="zone"):
+    """This host offers a landing region as a zone (`dpurt.core.landing_zone`): `slots` blocks of one shard of a space, which the
+    node fills with what it expects to be loaded. Replaces the zone there was. Answered with the slots it will use, 0: none.
+    """
+
+    space: Name
+    region: Id
+    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    shard: Count = 0
+
+
+class Used(Request, tag="used"):
+    """Blocks of the request's chain (their positions) were taken from the zone, not loaded. Needs no answer."""
+
+    request: Name
+    blocks: BlockList
+    parts: Parts | None = None
+    shard: Count = 0
+
+
 class Load(Request, tag="load"):
     """Blocks [first, first + count) of the scope's matched chain, or those in `blocks` (positions in it), if there are any.
     Pull: leases come back. Push: bytes do, into `landing`.
@@ -273,8 +293,8 @@ class Bye(Request, tag="bye"):
 
 
 AnyRequest = (
-    Hello | Lookup | Hint | Load | Reserve | Commit | Release | Cancel | Delete | Explain | Subscribe | Route | Stats
-    | Ping | Bye
+    Hello | Lookup | Hint | Zone | Used | Load | Reserve | Commit | Release | Cancel | Delete | Explain | Subscribe
+    | Route | Stats | Ping | Bye
 )  # fmt: skip
 
 
