@@ -32,7 +32,7 @@ def keys(*blocks: int) -> list[bytes]:
 
 def truth(index: PrefixIndex, with_hosts: bool = True) -> Held:
     live = index.table.live()
-    held: Held = {(NODE, 0, index.key(i)) for i in live[index.is_whole(live)].tolist()}
+    held: Held = {(NODE, 0, index.key(i)) for i in live[index.are_resident(live)].tolist()}
     for tier in HostTier if with_hosts else ():
         for host in range(3):
             bits = index.table.where[live, tier.value] & (1 << host)

@@ -46,13 +46,16 @@ REQUESTS: list[m.Request] = [
     m.Explain(id=7, space="s", digests=[b"12345678"], shard=2),
     m.Subscribe(id=9, space="s", cursor=b"c" * 28, hosts=True, max_blocks=1),
     m.Route(id=10, space="s", tokens=b"\0" * 8, intent="probe", queued_ms={"a/1": 2.5}, among=["a/1"]),
+    m.Zone(id=11, space="s", region=3, slots=65536, shard=1),
+    m.Used(request="r", blocks=[0, 7], parts=(0, 2)),
+    m.Delete(id=12, space="s", digests=[b"12345678"]),
     m.Stats(id=8),
     m.Ping(),
     m.Bye(id=2**63 - 1),
 ]
 ADMIN: list[m.Request] = [
     m.EpochBump(id=1, space="s"), m.Drain(id=2), m.Stats(id=3), m.Explain(id=4, space="s", tokens=b""), m.Ping(id=5),
-    m.Route(id=6, space="s", tokens=b""),
+    m.Route(id=6, space="s", tokens=b""), m.Record(id=7, path="/tmp/trace"),
 ]  # fmt: skip
 REPLIES: list[m.Reply] = [
     m.HelloReply(
@@ -81,6 +84,7 @@ REPLIES: list[m.Reply] = [
         candidates=[m.Candidate(host="a/1", hbm_tokens=1, cached_tokens=2, node_tokens=3, ready_ms=1.5, reason="r")],
     ),
     m.StatsReply(id=8, stats={"a": {"b": 1}}),
+    m.RecordReply(id=11, path="/tmp/trace", lines=3, bytes=4, lost=1, is_fresh=True),
     m.ErrorReply(id=9, code="space_mismatch", message="x", field="kv_dtype", mine="a", theirs="b"),
 ]  # fmt: skip
 
