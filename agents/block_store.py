@@ -364,6 +364,11 @@ class BlockStore:
         return self._bdev.info.name
 
     @property
+    def capacity_bytes(self) -> int:
+        """The most the store may use of the device."""
+        return self._log.capacity_bytes
+
+    @property
     def segment_bytes(self) -> int:
         return self._log.segment_bytes
 

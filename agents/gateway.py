@@ -11,7 +11,7 @@ is a stranger: it is told ``no_session`` and says hello again, and its old sessi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,25 +36,29 @@ from dpurt.core.events import (
     Stored,
 )
 from dpurt.core.identity import PartRun
-from dpurt.errors import BdevError, RemoteProtocolError
+from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
 from dpurt.runtime.actor import Actor
 from dpurt.transport import CurveServer, SocketOptions, ZmqSocket, open_context, serve_zap, user_id
 from dpurt.wire import messages as m
 
 from .decode import DecodeAgent, Decoding
 from .fabric import FabricAgent
+from .feeds import next_batch
 from .hosts import Hosts, Refusal
 from .index import IndexAgent
 from .intake import Intake
+from .placement import PlacementAgent
 from .refusals import RefusalLog
-from .sessions import Scope, Session
+from .sessions import NO_HANDLE, Scope, Session
 from .spaces import SpaceState
 from .staging import Acquired, StagingAgent
+from .tape import Tape
 
 log = structlog.get_logger()
 WATCH_S = 0.25
 HINT_GRACE_S = 0.001
 UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
+MAX_FOLLOWED = 64  # batches of the index that one host may wait for at once
 UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
 
 
@@ -74,10 +78,12 @@ class GatewayAgent(Actor[None]):
         decode: DecodeAgent,
         observe: Callable[[Event], object],
         node_stats: Callable[[], dict[str, object]],
+        placement: PlacementAgent,
     ) -> None:
         super().__init__(1)
         self.config = config
         self.endpoint = ""
+        self._incarnation = incarnation
         self._index = index
         self._staging = staging
         self._intake = intake
@@ -85,7 +91,9 @@ class GatewayAgent(Actor[None]):
         self._decode = decode
         self._observe = observe
         self._node_stats = node_stats
+        self._placement = placement
         self.hosts = Hosts(config, incarnation, index, staging, intake, fabric, observe)
+        self.hosts.on_session_ended.append(placement.close_session)
         self.errors: dict[str, int] = {}
         self.messages = 0
         self.denied = 0  # connections with a key that is not in the topology
@@ -93,12 +101,14 @@ class GatewayAgent(Actor[None]):
         self._refusal_log = RefusalLog()
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
+        self.on_record: Callable[[str], Awaitable[m.RecordReply]]
+        self.tape: Tape | None = None
         self._socket: ZmqSocket | None = None
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
-            m.Cancel: self._cancel, m.Explain: self._explain, m.Stats: self._stats, m.Ping: self._ping,
-            m.Bye: self._bye,
+            m.Cancel: self._cancel, m.Explain: self._explain, m.Route: self._route, m.Stats: self._stats, m.Ping: self._ping,
+            m.Bye: self._bye, m.Delete: self._delete, m.Zone: self._zone, m.Used: self._used,
         }  # fmt: skip
 
     # --- sockets ---
@@ -184,6 +194,9 @@ class GatewayAgent(Actor[None]):
         if isinstance(request, (m.Load, m.Commit)):
             self._spawn(session, request)
             return None
+        if isinstance(request, m.Subscribe):
+            self._follow(session, request)
+            return None
         return self._handlers[type(request)](session, request)
 
     def _spawn(self, session: Session, request: m.Load | m.Commit) -> None:
@@ -208,6 +221,30 @@ class GatewayAgent(Actor[None]):
             self._decode.catch_up()
         finally:
             session.in_flight -= 1
+
+    def _follow(self, session: Session, request: m.Subscribe) -> None:
+        """Answer with the next batch of an index, when there is one. Waiting for it keeps no drain from its end."""
+        state = self.hosts.state(session, request.space)
+        if len(session.following) >= MAX_FOLLOWED:
+            raise Refusal("busy", f"more than {MAX_FOLLOWED} subscribe requests at once")
+        assert self._nursery is not None
+        scope = trio.CancelScope()
+        session.following.add(scope)
+        self._nursery.start_soon(self._answer_follower, session, state, request, scope)
+
+    async def _answer_follower(
+        self, session: Session, state: SpaceState, request: m.Subscribe, scope: trio.CancelScope
+    ) -> None:
+        deadline = trio.current_time() + request.deadline_ms / 1000
+        with scope:
+            try:
+                reply = await next_batch(state, request, self._incarnation, self._index.instances, deadline)
+                if request.id and not session.ended:
+                    self._send(session.routing_id, reply)
+            except Refusal as refusal:
+                self._refuse(session.routing_id, request.id, refusal)
+            finally:
+                session.following.discard(scope)
 
     def _send(self, routing_id: bytes, reply: m.Reply) -> None:
         assert self._socket is not None
@@ -236,16 +273,42 @@ class GatewayAgent(Actor[None]):
         session.counters.lookups += 1
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a lookup has either tokens or digests")
+        if not request.chained:
+            return self._lookup_each(session, state, request)
         ids = self._index.match(state, request.tokens, request.digests)
         if request.intent == "will_load":
             self._arrive(session, state, request.request, request.tokens, request.digests, request.shard, ids)
+        return self._found(state, request, ids, len(ids))
+
+    def _lookup_each(self, session: Session, state: SpaceState, request: m.Lookup) -> m.LookupReply:
+        """A lookup of digests of which each stands alone."""
+        if request.digests is None:
+            raise Refusal("malformed", "tokens are a chain: only digests can stand alone")
+        found = self._index.find(state, request.digests)
+        is_here = found >= 0
+        ids = found[is_here]
+        if request.intent == "will_load":
+            scope = self.hosts.open_scope(
+                session, request.request, state, None, request.digests, request.shard, chained=False
+            )
+            scope.handles = state.known_handles(found)
+            self._after_reply.append((session, scope, ids))
+        missing = len(found) if is_here.all() else int(is_here.argmin())
+        reply = self._found(state, request, ids, missing)
+        reply.present = np.packbits(is_here, bitorder="little").tobytes()
+        return reply
+
+    def _found(
+        self, state: SpaceState, request: m.Lookup, ids: NDArray[np.int32], missing: int
+    ) -> m.LookupReply:
+        """The answer to a lookup that found `ids`, and not the block at position `missing`."""
         staged = self._index.count_staged(state, ids, request.shard)
         flying = self._staging.count_in_flight(state, ids, request.shard)
         return m.LookupReply(
             id=request.id, matched_blocks=len(ids), staging=staged, in_flight=flying, nvme=len(ids) - staged - flying,
             matched_tokens=len(ids) * state.space.geometry.block_tokens,
             ready_ms=self._staging.ready_ms(len(ids) - staged, state.layout.record_bytes),
-            miss=self._index.why_not(state, request.tokens, request.digests, len(ids), request.shard),
+            miss=self._index.why_not(state, request.tokens, request.digests, missing, request.shard),
         )  # fmt: skip
 
     def _arrive(
@@ -262,8 +325,11 @@ class GatewayAgent(Actor[None]):
             return  # the host did not take the answer, and is gone
         state = scope.state
         self._index.touch(state, ids, scope.used_at)
-        refs = state.refs(scope.handles.tolist(), scope.shard)
+        refs = state.refs(scope.handles[scope.handles != NO_HANDLE].tolist(), scope.shard)
         self._staging.touch(state, refs, scope.used_at)
+        self._intake.offer_again(state, ids, scope.shard)
+        if self.tape is not None:
+            self.tape.prompt(scope.sequence, state.number, *_lengths(scope))
         self._observe(Arrived(scope.sequence, Owner(state.name, state.space.tenant), tuple(refs)))
 
     def _hint(self, session: Session, hint: m.Hint) -> m.Reply | None:
@@ -312,8 +378,8 @@ class GatewayAgent(Actor[None]):
     @staticmethod
     def _refs_at(scope: Scope, positions: Sequence[int]) -> tuple[int, ...]:
         known = len(scope.handles)
-        handles = scope.handles[[p for p in positions if p < known]].tolist() if positions else []
-        return tuple(scope.state.refs(handles, scope.shard))
+        handles = scope.handles[[p for p in positions if p < known]] if positions else scope.handles[:0]
+        return tuple(scope.state.refs(handles[handles != NO_HANDLE].tolist(), scope.shard))
 
     def _reserve(self, session: Session, request: m.Reserve) -> m.ReserveReply:
         state = self.hosts.state(session, request.space, request.shard)
@@ -323,7 +389,7 @@ class GatewayAgent(Actor[None]):
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a reserve has either tokens or digests, or a scope that has")
         scope = self.hosts.open_scope(
-            session, request.request, state, request.tokens, request.digests, request.shard
+            session, request.request, state, request.tokens, request.digests, request.shard, request.chained
         )
         chain = self._index.chain(state, request.tokens, request.digests, request.first, request.count)
         if chain is None:
@@ -331,9 +397,35 @@ class GatewayAgent(Actor[None]):
                 "malformed", f"the prompt has fewer than {request.first + request.count} whole blocks"
             )
         grants = self._intake.reserve(
-            session.number, scope.number, state, chain, request.first, request.shard, request.tokens
-        )
+            session.number, scope.number, state, chain, request.first, request.shard, request.tokens,
+            request.chained,
+        )  # fmt: skip
         return m.ReserveReply(id=request.id, blocks=grants)
+
+    def _zone(self, session: Session, request: m.Zone) -> m.Ok:
+        state = self.hosts.state(session, request.space, request.shard)
+        if not self._placement.is_enabled:
+            return m.Ok(id=request.id)
+        slots = min(request.slots, self.config.placement.max_slots)
+        owner = self.hosts.new_owner()
+        self._placement.open_zone(session, state, request.shard, request.region, slots, owner)
+        return m.Ok(id=request.id, count=slots)
+
+    def _used(self, session: Session, request: m.Used) -> m.Ok:
+        """As a load of these blocks, but for the bytes: they are there already."""
+        scope = session.scopes.get(request.request)
+        if scope is None or scope.state.retired:
+            return m.Ok(id=request.id)  # it ended meanwhile
+        state, parts = scope.state, self._parts(scope.state, request.parts)
+        positions = [p for p in request.blocks if p < len(scope.handles)]
+        refs = state.refs(scope.handles[positions].tolist(), request.shard) if positions else []
+        for first, count in _runs(positions):
+            self._observe(Consumed(scope.sequence, first, count))
+        self._placement.used(session, state, request.shard, scope.sequence, refs)
+        session.counters.blocks += len(refs)
+        session.counters.landing += len(refs)
+        session.counters.bytes_loaded += len(refs) * sum(state.part_bytes[parts.start : parts.stop])
+        return m.Ok(id=request.id, count=len(refs))
 
     def _release(self, session: Session, request: m.Release) -> m.Ok:
         count = self._staging.release(request.leases, session.number)
@@ -344,6 +436,10 @@ class GatewayAgent(Actor[None]):
         count = 0 if scope is None else self.hosts.end_scope(session, scope, SequenceGone(scope.sequence))
         return m.Ok(id=request.id, count=count)
 
+    def _delete(self, session: Session, request: m.Delete) -> m.Ok:
+        state = self.hosts.state(session, request.space)
+        return m.Ok(id=request.id, count=self._index.delete(state, request.digests))
+
     def _explain(self, session: Session, request: m.Explain) -> m.ExplainReply:
         state = self.hosts.state(session, request.space, request.shard)
         others = [s for s in session.spaces.values() if s is not state and not s.retired]
@@ -351,6 +447,14 @@ class GatewayAgent(Actor[None]):
             id=request.id,
             blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
         )
+
+    def _route(self, session: Session, request: m.Route) -> m.RouteReply:
+        return self._best_engine(self.hosts.state(session, request.space), request)
+
+    @staticmethod
+    def _best_engine(state: SpaceState, request: m.Route) -> m.RouteReply:
+        tokens = len(request.tokens) // state.space.geometry.token_bytes
+        return m.RouteReply(id=request.id, prompt_tokens=tokens)
 
     def _stats(self, session: Session, request: m.Stats) -> m.StatsReply:
         return m.StatsReply(id=request.id, stats=self._node_stats())
@@ -405,7 +509,8 @@ class GatewayAgent(Actor[None]):
         """From the space's ordinary staging, an answer for each position."""
         handles = scope.handles[[p for p in positions if p < len(scope.handles)]].tolist()
         if not request.blocks:
-            self._observe(Consumed(scope.sequence, request.first, len(handles)))
+            start, stop = scope.num_here(request.first), scope.num_here(request.first + len(handles))
+            self._observe(Consumed(scope.sequence, start, stop - start))
         found = iter(
             await self._staging.acquire(
                 scope.state,
@@ -423,8 +528,11 @@ class GatewayAgent(Actor[None]):
 
     def _catch_up(self, scope: Scope) -> None:
         """More of the scope's prompt may be here by now: stored in it, or by others."""
-        ids = self._index.match(scope.state, scope.tokens, scope.digests)
-        more = scope.catch_up(scope.state.index.handles(ids))
+        if scope.chained:
+            ids = self._index.match(scope.state, scope.tokens, scope.digests)
+        else:
+            ids = self._index.find(scope.state, scope.digests or ())
+        more = scope.catch_up(scope.state.known_handles(ids))
         if more:
             self._observe(Stored(scope.sequence, tuple(scope.state.refs(more, scope.shard))))
 
@@ -542,6 +650,8 @@ class GatewayAgent(Actor[None]):
             return m.ErrorReply(id=request.id, code=refusal.code, message=refusal.message)
         except BdevError as error:
             return m.ErrorReply(id=request.id, code="device", message=str(error))
+        except ConfigError as error:
+            return m.ErrorReply(id=request.id, code="cannot", message=str(error))
 
     async def _administer(self, request: m.AdminRequest) -> m.Reply:
         if isinstance(request, m.Stats):
@@ -551,9 +661,15 @@ class GatewayAgent(Actor[None]):
         if isinstance(request, m.Drain):
             self.on_drain()
             return m.Ok(id=request.id)
+        if isinstance(request, m.Record):
+            reply = await self.on_record(request.path)
+            reply.id = request.id
+            return reply
         state = self._index.spaces.get(request.space)
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
+        if isinstance(request, m.Route):
+            return self._best_engine(state, request)
         if isinstance(request, m.Explain):
             self.hosts.check_shard(state, request.shard)
         if isinstance(request, m.EpochBump):
@@ -563,6 +679,14 @@ class GatewayAgent(Actor[None]):
             id=request.id,
             blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
         )
+
+
+def _lengths(scope: Scope) -> tuple[int, int]:
+    """Whole blocks and tokens of a scope's prompt; no tokens where the host gave digests."""
+    if scope.tokens is None:
+        return len(scope.digests or ()), 0
+    geometry = scope.state.space.geometry
+    return len(scope.tokens) // geometry.block_token_bytes, len(scope.tokens) // geometry.token_bytes
 
 
 def _check_decode(scope: Scope, hint: m.Hint) -> None:
@@ -575,3 +699,12 @@ def _check_decode(scope: Scope, hint: m.Hint) -> None:
         raise Refusal("malformed", f"{len(hint.masses)} masses for {len(hint.touched)} touched blocks")
     if hint.shard != scope.shard:
         raise Refusal("malformed", f"shard {hint.shard} of a request that was looked up for {scope.shard}")
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of consecutive positions."""
+    start = 0
+    for i in range(1, len(positions) + 1):
+        if i == len(positions) or positions[i] != positions[i - 1] + 1:
+            yield positions[start], i - start
+            start = i

@@ -11,6 +11,9 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dpurt.core.block_table import FIRST_SLOT
 from dpurt.core.identity import Space
 from dpurt.core.prefix_index import PrefixIndex
@@ -95,6 +98,10 @@ class SpaceState:
     def handle(self, block_id: int) -> int:
         """The handle of a live id."""
         return int(self.index.table.generation[block_id]) << 32 | block_id
+
+    def known_handles(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """The handle of each id; -1 stays -1, and is no block's handle."""
+        return np.where(ids >= 0, self.index.handles(ids), -1)
 
     def slot_of(self, block_id: int, shard: int) -> int:
         """The slot the index knows for a shard, -1 when there is none."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "compare": ("dpurt.commands.compare", "two reports of replay side by side"),
     "size": ("dpurt.commands.size", "how much KV, staging, bandwidth and money a load needs"),
     "stats": ("dpurt.commands.stats", "a running node's counters"),
+    "record": ("dpurt.commands.record", "record what a running node does, for replay"),
     "explain": ("dpurt.commands.explain", "why blocks were hits or misses"),
     "epoch": ("dpurt.commands.epoch", "make all blocks of old weights unreachable"),
     "bench": ("dpurt.commands.bench", "measure dpurt beside its peers"),

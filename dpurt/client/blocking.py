@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from dpurt.client.trio_client import Client, LoadedBlock, connect
+from dpurt.client.mirror import IndexMirror
+from dpurt.client.trio_client import FOLLOW_S, Client, LoadedBlock, Payload, Room, connect
 from dpurt.core.identity import Space
 from dpurt.errors import DeadlineExceeded, NodeUnavailable
 from dpurt.fabric import MemoryRegion
@@ -81,13 +82,21 @@ class BlockingClient:
         digests: Sequence[bytes] | None = None,
         will_load: bool = True,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
         """See `Client.lookup`."""
         return self._run(
             timeout_s,
             lambda budget: self._client.lookup(
-                space, request, tokens, digests=digests, will_load=will_load, shard=shard, timeout_s=budget
+                space,
+                request,
+                tokens,
+                digests=digests,
+                will_load=will_load,
+                shard=shard,
+                chained=chained,
+                timeout_s=budget,
             ),
         )
 
@@ -95,7 +104,7 @@ class BlockingClient:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview | bytearray],
+        into: Sequence[Room],
         *,
         parts: tuple[int, int] | None = None,
         shard: int = 0,
@@ -133,17 +142,26 @@ class BlockingClient:
         request: str,
         tokens: bytes | memoryview | None,
         first: int,
-        payloads: Sequence[memoryview | bytes],
+        payloads: Sequence[Payload],
         *,
         digests: Sequence[bytes] | None = None,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> list[str]:
         """See `Client.store`."""
         return self._run(
             timeout_s,
             lambda budget: self._client.store(
-                space, request, tokens, first, payloads, digests=digests, shard=shard, timeout_s=budget
+                space,
+                request,
+                tokens,
+                first,
+                payloads,
+                digests=digests,
+                shard=shard,
+                chained=chained,
+                timeout_s=budget,
             ),
         )
 
@@ -227,6 +245,10 @@ class BlockingClient:
         """See `Client.cancel`."""
         return self._run(timeout_s, lambda budget: self._client.cancel(request, budget))
 
+    def delete(self, space: str, digests: Sequence[bytes], timeout_s: float | None = None) -> int:
+        """See `Client.delete`."""
+        return self._run(timeout_s, lambda budget: self._client.delete(space, digests, budget))
+
     def explain(
         self,
         space: str,
@@ -244,6 +266,32 @@ class BlockingClient:
             ),
         )
 
+    def subscribe(
+        self,
+        space: str,
+        cursor: bytes = b"",
+        *,
+        hosts: bool = False,
+        max_blocks: int = 1 << 13,
+        wait_s: float = FOLLOW_S,
+    ) -> m.IndexBatch:
+        """See `Client.subscribe`."""
+        return self._run(
+            wait_s + MARGIN_S,
+            lambda budget: self._client.subscribe(
+                space, cursor, hosts=hosts, max_blocks=max_blocks, wait_s=budget
+            ),
+        )
+
+    def follow(self, space: str, *, hosts: bool = False) -> IndexMirror:
+        """A mirror of the node's index that this client keeps up to date. Returns at once; ask it from any thread."""
+        if self._closed:
+            raise NodeUnavailable(self._endpoint, "this client is closed")
+        mirror = self._client.mirror(space, hosts=hosts)
+        with suppress(trio.RunFinishedError):
+            self._loop.token.run_sync_soon(self._loop.nursery.start_soon, self._client.follow, space, mirror)
+        return mirror
+
     def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """See `Client.stats`."""
         return self._run(timeout_s, lambda budget: self._client.stats(budget))
@@ -252,6 +300,27 @@ class BlockingClient:
     def is_connected(self) -> bool:
         """See `Client.is_connected`."""
         return self._client.is_connected
+
+    def submit(
+        self, call: Callable[[Client, float], Awaitable[T]], timeout_s: float | None = None
+    ) -> Future[T]:
+        """Start `call(client, budget)` on the client's thread, and return at once.
+
+        The future ends when the call has ended, so from then on nothing touches the buffers it was given. It raises
+        what the call did, `DeadlineExceeded` once the budget is over, `NodeUnavailable` when this client is closed.
+        """
+        budget = self._budget(timeout_s)
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()  # it cannot be taken back
+        try:
+            if self._closed:
+                raise trio.RunFinishedError
+            self._loop.token.run_sync_soon(
+                self._start, outcome, lambda inner: call(self._client, inner), budget
+            )
+        except trio.RunFinishedError:
+            outcome.set_exception(NodeUnavailable(self._endpoint, "this client is closed"))
+        return outcome
 
     # --- the two sides of a call ---
 

@@ -104,7 +104,9 @@ class Hello(Request, tag="hello"):
 class Lookup(Request, tag="lookup"):
     """How much of a prompt is here? `tokens` (raw little-endian) or `digests` (an engine's chained block digests).
 
-    ``will_load`` opens the scope `request` and starts prefetch; ``probe`` changes nothing.
+    ``will_load`` opens the scope `request` and starts prefetch; ``probe`` changes nothing. With `chained` false each digest
+    stands alone, as hooks give them that name blocks without their parents: it is looked up, stored and kept by itself,
+    and `LookupReply.present` says which are here. One space is used one way.
     """
 
     space: Name
@@ -113,6 +115,7 @@ class Lookup(Request, tag="lookup"):
     digests: Digests | None = None
     intent: Literal["probe", "will_load"] = "will_load"
     shard: Count = 0
+    chained: bool = True
 
 
 class Hint(Request, tag="hint"):
@@ -152,6 +155,26 @@ class Landing(Struct, kw_only=True):
     offsets: IdList
 
 
+class Zone(Request, tag="zone"):
+    """This host offers a landing region as a zone (`dpurt.core.landing_zone`): `slots` blocks of one shard of a space, which the
+    node fills with what it expects to be loaded. Replaces the zone there was. Answered with the slots it will use, 0: none.
+    """
+
+    space: Name
+    region: Id
+    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    shard: Count = 0
+
+
+class Used(Request, tag="used"):
+    """Blocks of the request's chain (their positions) were taken from the zone, not loaded. Needs no answer."""
+
+    request: Name
+    blocks: BlockList
+    parts: Parts | None = None
+    shard: Count = 0
+
+
 class Load(Request, tag="load"):
     """Blocks [first, first + count) of the scope's matched chain, or those in `blocks` (positions in it), if there are any.
     Pull: leases come back. Push: bytes do, into `landing`.
@@ -169,7 +192,7 @@ class Load(Request, tag="load"):
 
 
 class Reserve(Request, tag="reserve"):
-    """Room for storing blocks [first, first + count) of a token chain, in the host's inbound region."""
+    """Room for storing blocks [first, first + count) of a chain, in the host's inbound region; `chained` as for a lookup."""
 
     space: Name
     request: Name
@@ -178,6 +201,7 @@ class Reserve(Request, tag="reserve"):
     tokens: Tokens | None = None
     digests: Digests | None = None
     shard: Count = 0
+    chained: bool = True
 
 
 class CommitBlock(Struct, kw_only=True):
@@ -207,6 +231,17 @@ class Cancel(Request, tag="cancel"):
     request: Name
 
 
+class Delete(Request, tag="delete"):
+    """These blocks are not wanted any more, by nobody: all their shards go, and what is chained below them.
+
+    A miss from now on. Their bytes stay on the device until their segment is used again, and a restart before that may
+    find them there: to make a space's blocks unreachable for good, bump its epoch.
+    """
+
+    space: Name
+    digests: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_BLOCKS)]
+
+
 class Explain(Request, tag="explain"):
     """Why did these blocks miss? Answered for the first `MAX_BLOCKS` of them."""
 
@@ -214,6 +249,35 @@ class Explain(Request, tag="explain"):
     tokens: Tokens | None = None
     digests: Digests | None = None
     shard: Count = 0
+
+
+class Subscribe(Request, tag="subscribe"):
+    """Follow the index of a space. One request, one batch (`IndexBatch`); the next one goes on from its `cursor`.
+
+    Answered at once while there is something after `cursor`, else when something happens, or with an empty batch when
+    `deadline_ms` is up (that nothing happened is news too). An empty `cursor` begins with all that is here. With `hosts`
+    what GPU hosts hold is told as well. A reader that is too far behind is told so (`IndexBatch.lost`) and begins anew:
+    it holds up nobody.
+    """
+
+    space: Name
+    cursor: Annotated[bytes, Meta(max_length=64)] = b""
+    hosts: bool = False
+    max_blocks: Annotated[int, Meta(ge=1, le=1 << 16)] = 1 << 13
+
+
+class Route(Request, tag="route"):
+    """Which engine should serve this prompt? `tokens` as in `Lookup`.
+
+    ``will_route`` books the work on the answer's `best`, so that the next question sees it; ``probe`` changes nothing.
+    `queued_ms`: how long work waits at each engine now, where the caller knows better than the node. `among`: only these.
+    """
+
+    space: Name
+    tokens: Tokens
+    intent: Literal["probe", "will_route"] = "will_route"
+    queued_ms: Annotated[dict[Short, Annotated[float, Meta(ge=0, le=1e9)]], Meta(max_length=64)] = {}
+    among: Annotated[list[Short], Meta(max_length=64)] = []
 
 
 class Stats(Request, tag="stats"):
@@ -229,7 +293,8 @@ class Bye(Request, tag="bye"):
 
 
 AnyRequest = (
-    Hello | Lookup | Hint | Load | Reserve | Commit | Release | Cancel | Explain | Stats | Ping | Bye
+    Hello | Lookup | Hint | Zone | Used | Load | Reserve | Commit | Release | Cancel | Delete | Explain | Subscribe
+    | Route | Stats | Ping | Bye
 )  # fmt: skip
 
 
@@ -246,7 +311,13 @@ class Drain(Request, tag="drain"):
     """Refuse new sessions and scopes, finish what runs, flush, end."""
 
 
-AdminRequest = EpochBump | Drain | Stats | Explain | Ping
+class Record(Request, tag="record"):
+    """Begin a recording in a new file of the node's machine (an absolute path), or, with an empty one, end it."""
+
+    path: Annotated[str, Meta(max_length=4096)] = ""
+
+
+AdminRequest = EpochBump | Drain | Stats | Explain | Route | Ping | Record
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -290,6 +361,7 @@ class LookupReply(Reply, tag="lookup_ok"):
 
     `ready_ms`: estimate until the whole match is in staging. `miss`: why the block after the match is not here
     (``explain`` says more), empty when the whole prompt is. ``incomplete``: some shards of it are here, not all.
+    Where the digests are not a chain, `present` has a bit for each, the first in the lowest of its first byte.
     """
 
     matched_blocks: int
@@ -299,6 +371,12 @@ class LookupReply(Reply, tag="lookup_ok"):
     nvme: int = 0
     ready_ms: int = 0
     miss: str = ""
+    present: bytes = b""
+
+    def is_present(self, position: int) -> bool:
+        """Of digests that are not a chain: is this one here?"""
+        at, bit = divmod(position, 8)
+        return at < len(self.present) and bool(self.present[at] >> bit & 1)
 
 
 class Grant(Struct, kw_only=True, omit_defaults=True):
@@ -368,10 +446,77 @@ class ExplainReply(Reply, tag="explain_ok"):
     blocks: list[Reason]
 
 
+class IndexChange(Struct, kw_only=True, omit_defaults=True):
+    """Blocks that are now held (`stored`), or no more: 16 bytes of `keys` each. Telling one again is harmless.
+
+    By the node itself (`host` empty; all their shards are in staging or on flash), or by a GPU host's `tier` (``hbm`` |
+    ``cpu``; `host` as `RouteReply` names it). `all`: everything of that host's tier is gone, without a list.
+    """
+
+    stored: bool = False
+    keys: bytes = b""
+    host: str = ""
+    tier: str = ""
+    all: bool = False
+
+
+class IndexBatch(Reply, tag="index_batch"):
+    """Changes in order. `is_current`: with them, the reader knows all that the node knew when it answered.
+
+    `lost`: forget everything known so far, then apply. `reason`: ``node_restarted`` | ``slow_reader`` (the changes after
+    its cursor are no longer kept) | ``epoch``. `incarnation` is the node's, `epoch` the space's: keys are of that epoch.
+    """
+
+    incarnation: int
+    epoch: int
+    cursor: bytes
+    is_current: bool = False
+    lost: bool = False
+    reason: str = ""
+    changes: list[IndexChange] = []
+
+
+class Candidate(Struct, kw_only=True, omit_defaults=True):
+    """One engine a prompt could go to. `host` is ``name`` or ``name/rank``; `ready_ms` = wait + fetch + compute.
+
+    Leading tokens of the prompt found in its HBM, in its HBM or CPU memory, and in these or at the node. `stale_ms`: since
+    its events were last heard of; -1 when they never were.
+    """
+
+    host: str
+    hbm_tokens: int = 0
+    cached_tokens: int = 0
+    node_tokens: int = 0
+    wait_ms: float = 0.0
+    fetch_ms: float = 0.0
+    compute_ms: float = 0.0
+    ready_ms: float = 0.0
+    stale_ms: int = 0
+    reason: str = ""
+
+
+class RouteReply(Reply, tag="route_ok"):
+    """Candidates, best first; none when the space has no engine. `best` is the first one's name."""
+
+    best: str = ""
+    prompt_tokens: int = 0
+    candidates: list[Candidate] = []
+
+
 class StatsReply(Reply, tag="stats_ok"):
     """Nested counters, see README "Statistics"."""
 
     stats: dict[str, object]
+
+
+class RecordReply(Reply, tag="record_ok"):
+    """A recording that began or ended: lines and bytes written, lines lost because the writer was too slow."""
+
+    path: str
+    lines: Count = 0
+    bytes: Id = 0
+    lost: Count = 0
+    is_fresh: bool = False
 
 
 class ErrorReply(Reply, tag="error"):
@@ -385,7 +530,8 @@ class ErrorReply(Reply, tag="error"):
 
 
 AnyReply = (
-    HelloReply | LookupReply | LoadReply | ReserveReply | CommitReply | Ok | ExplainReply | StatsReply | ErrorReply
+    HelloReply | LookupReply | LoadReply | ReserveReply | CommitReply | Ok | ExplainReply | IndexBatch | RouteReply
+    | StatsReply | RecordReply | ErrorReply
 )  # fmt: skip
 
 R = TypeVar("R")
