@@ -51,10 +51,10 @@ def pace_of(node: Mapping[str, float], device: Device, read_bytes: int) -> dict[
     node and the device need, and now and then longer: a constant and an exponential tail, of the mean and deviation seen.
     """
     mean_s, deviation_s = node["read_s_mean"], node["read_s_std"]
-    tail_s = min(deviation_s, mean_s)
-    constant_s = mean_s - tail_s - device.read_s(read_bytes)
+    beyond_s = max(0.0, mean_s - device.read_s(read_bytes))
+    tail_s = min(deviation_s, beyond_s)
     return {
-        "hint_to_read_us": round(1e6 * max(0.0, constant_s), 1), "read_latency_us": device.latency_us,
+        "hint_to_read_us": round(1e6 * (beyond_s - tail_s), 1), "read_latency_us": device.latency_us,
         "read_bytes_per_s": device.bytes_per_s, "block_bytes": read_bytes,
         "jitter": round(1e6 * tail_s / device.latency_us, 4),
     }  # fmt: skip
