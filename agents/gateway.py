@@ -56,6 +56,7 @@ from .tape import Tape
 
 log = structlog.get_logger()
 WATCH_S = 0.25
+HINT_GRACE_S = 0.001
 UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
 MAX_FOLLOWED = 64  # batches of the index that one host may wait for at once
 UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
@@ -217,6 +218,7 @@ class GatewayAgent(Actor[None]):
         else:
             if request.id and not session.ended:
                 self._send(session.routing_id, reply)
+            self._decode.catch_up()
         finally:
             session.in_flight -= 1
 
@@ -348,9 +350,16 @@ class GatewayAgent(Actor[None]):
         if hint.kind == "decode":
             _check_decode(scope, hint)
             if self._decode.hint(scope, hint):
+                assert self._nursery is not None
+                self._nursery.start_soon(self._catch_up_decode)
                 return m.Ok(id=hint.id, count=1)
         self._observe(self._hint_event(scope, hint))
         return m.Ok(id=hint.id, count=1)
+
+    async def _catch_up_decode(self) -> None:
+        """A hint whose load does not come has waited long enough."""
+        await trio.sleep(HINT_GRACE_S)
+        self._decode.catch_up()
 
     def _hint_event(self, scope: Scope, hint: m.Hint) -> Event:
         if hint.kind == "pause":
