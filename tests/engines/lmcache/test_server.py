@@ -32,7 +32,7 @@ def stored(server: Any, count: int) -> None:
 def on_device(node: NodeProcess, count: int) -> None:
     def written() -> int:
         stats: Any = node.stats()
-        return sum(bdev["store"]["live_records"] for bdev in stats["bdevs"].values())
+        return sum(bdev["store"]["appends"] for bdev in stats["bdevs"].values())
 
     eventually(lambda: written() >= count)
 
