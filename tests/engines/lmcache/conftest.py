@@ -26,8 +26,8 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
 
     nodes: list[NodeProcess] = []
 
-    def start(space: str | None = None) -> NodeProcess:
-        path = write_topology(tmp_path / "node.toml", space or space_table(), free_port())
+    def start(space: str | None = None, **options: str) -> NodeProcess:
+        path = write_topology(tmp_path / "node.toml", space or space_table(), free_port(), **options)
         node = NodeProcess(path, tmp_path / "run", tmp_path / "node.log")
         nodes.append(node)
         node.start()
@@ -41,12 +41,13 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Starts an LMCache server with dpurt as L2; it ends with the test."""
-    from server import Server, adapter_config
+    from server import Server, adapter_config, command_line
 
     servers: list[Server] = []
 
     def start(topology: Path | None = None, **params: Any) -> Server:
-        server = Server(tmp_path, adapter_config(topology or tmp_path / "node.toml", **params))
+        adapter = adapter_config(topology or tmp_path / "node.toml", **params)
+        server = Server(tmp_path, command_line(adapter))
         servers.append(server)
         server.wait_until_up()
         return server

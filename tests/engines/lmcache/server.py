@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,25 @@ def space_table(*, dtype: str = "float16", object_bytes: int = OBJECT_BYTES, mod
     )
 
 
-def write_topology(path: Path, space: str, port: int) -> Path:
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV in LMCache's chunks, and how many of the engine's blocks there are."""
+
+    chunk: int = CHUNK
+    layers: int = LAYERS
+    heads: int = HEADS
+    head_size: int = HEAD_SIZE
+    dtype: str = "float16"
+    blocks: int = 256
+
+
+TINY = Shape()
+
+
+def write_topology(
+    path: Path, space: str, port: int, *, name: str = SPACE, tenant: str = "t", segment: str = "1 MiB",
+    size: str = "64 MiB", staging: str = "16 MiB", inbound: str = "4 MiB",
+) -> Path:  # fmt: skip
     """A node on a file."""
     path.write_text(
         f"""
@@ -52,21 +71,21 @@ run_dir = "run"
 bind = "tcp://127.0.0.1:{port}"
 session_timeout_s = 2.0
 [staging]
-bytes = "16 MiB"
+bytes = "{staging}"
 [[bdev]]
 name = "flash"
 kind = "file"
 path = "{path.parent}/kv.img"
-size_bytes = "64 MiB"
-segment_bytes = "1 MiB"
+size_bytes = "{size}"
+segment_bytes = "{segment}"
 [[tenant]]
-name = "t"
+name = "{tenant}"
 salt = "sixteen bytes or more"
 [[host]]
 name = "localhost"
-spaces = ["{SPACE}"]
+spaces = ["{name}"]
 fabrics = ["shm", "tcp"]
-inbound_bytes = "4 MiB"
+inbound_bytes = "{inbound}"
 {space}
 """
     )
@@ -81,22 +100,28 @@ def adapter_config(topology: Path, **params: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Server:
-    """An LMCache server process. Never outlives its test."""
+def command_line(adapter: Mapping[str, Any]) -> list[str]:
+    """A small server with this adapter."""
+    return [
+        "-m", "lmcache.v1.multiprocess.http_server", "--chunk-size", str(CHUNK), "--l1-size-gb", "0.05",
+        "--no-l1-use-lazy", "--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter),
+    ]  # fmt: skip
 
-    def __init__(self, folder: Path, adapter: Mapping[str, Any]) -> None:
+
+class Server:
+    """An LMCache server process, in `folder`. Never outlives its test."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         self.log = folder / "lmcache.log"
         self.rpc_port, self.http_port = free_port(), free_port()
         command = [
-            sys.executable, "-m", "lmcache.v1.multiprocess.http_server", "--host", "127.0.0.1",
-            "--port", str(self.rpc_port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port),
-            "--chunk-size", str(CHUNK), "--supported-transfer-mode", "engine_driven", "--l1-size-gb", "0.05",
-            "--no-l1-use-lazy", "--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter),
+            sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(self.rpc_port), "--http-host", "127.0.0.1",
+            "--http-port", str(self.http_port), "--supported-transfer-mode", "engine_driven",
         ]  # fmt: skip
         env = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONWARNINGS": "ignore"}
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=folder
             )
 
     def wait_until_up(self) -> None:
@@ -133,8 +158,6 @@ class Server:
 
     def delete(self, keys: Sequence[Any]) -> Any:
         """Delete objects from L2."""
-        from dataclasses import asdict
-
         encoded = [asdict(key.to_encoded_object_key()) for key in keys]
         return self.request("DELETE", "/cache/objects", {"keys": encoded, "tier": "l2"})
 
@@ -151,17 +174,20 @@ class Server:
 class Engine:
     """LMCache's bench client with one simulated worker, whose tensors we look into."""
 
-    def __init__(self, server: Server, num_chunks: int) -> None:
+    def __init__(self, server: Server, num_chunks: int, shape: Shape = TINY) -> None:
         from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
         from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 
-        self.num_tokens = num_chunks * CHUNK
+        self._chunk = shape.chunk
+        self.num_tokens = num_chunks * shape.chunk
         config = BenchConfig(
             rpc_url=f"tcp://127.0.0.1:{server.rpc_port}", http_url=f"http://127.0.0.1:{server.http_port}",
             mode="cpu", transfer_mode="engine_driven", tp_size=1, use_mla=False,
             num_tokens=self.num_tokens - 1,  # the client puts the sequence's number before
-            kvcache_shape_spec=f"(2,256,{BLOCK},{HEADS},{HEAD_SIZE}):float16:{LAYERS}", num_blocks=256,
-            block_size=BLOCK,
+            kvcache_shape_spec=(
+                f"(2,{shape.blocks},{BLOCK},{shape.heads},{shape.head_size}):{shape.dtype}:{shape.layers}"
+            ),
+            num_blocks=shape.blocks, block_size=BLOCK,
         )  # fmt: skip
         self.client = ServerBenchClient(config, log=lambda line: None)
         self.client.start()
@@ -193,7 +219,7 @@ class Engine:
         found = self.client.lookup(request)
         assert found.succeeded
         if found.hit_chunks:
-            result = self.client.retrieve(request, 0, found.hit_chunks * CHUNK)
+            result = self.client.retrieve(request, 0, found.hit_chunks * self._chunk)
             assert result is not None
             assert result.succeeded
         self.client.end_session(request)
