@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from dpurt.config import Config
-from dpurt.core.events import Event, SequenceGone
+from dpurt.core.events import Event, Finished, SequenceGone
 from dpurt.core.identity import check_same_space, conformance_vectors
 from dpurt.errors import ConfigError, SpaceMismatch
 from dpurt.wire import messages as m
@@ -69,6 +69,7 @@ class Hosts:
         self.counters: dict[str, HostCounters] = {}
         self.ended: dict[str, int] = {}
         self.is_draining = False
+        self.on_session_ended: list[Callable[[int], None]] = []
         fabric.on_link_closed = self.link_closed
 
     # --- sessions ---
@@ -170,7 +171,11 @@ class Hosts:
         session.ended = True
         self.ended[why] = self.ended.get(why, 0) + 1
         log.info("session_ended", session=session.number, host=session.host, why=why)
+        for tell in self.on_session_ended:
+            tell(session.number)
         may_read = self._fabric.may_still_read(session.fabric, session.number)
+        for waiting in session.following:
+            waiting.cancel()
         for scope in list(session.scopes.values()):
             self.end_scope(session, scope, SequenceGone(scope.sequence), host_may_read=may_read)
         self._fabric.expel(session.fabric, session.number)
@@ -195,6 +200,10 @@ class Hosts:
             self.end_session(session.routing_id, "silent")
 
     # --- scopes ---
+
+    def new_owner(self) -> int:
+        """A name for something else that holds leases for a session."""
+        return next(self._scope_numbers)
 
     def state(self, session: Session, name: str, shard: int = 0) -> SpaceState:
         """A space of this session at its present epoch, which has such a shard; or Refusal."""
@@ -274,6 +283,12 @@ class Hosts:
             commit.cancel()
         count = self._staging.end_scope(scope.number, host_may_read=host_may_read)
         count += self._intake.end_scope(scope.number)
+        if isinstance(
+            event, Finished
+        ):  # all its blocks were used, heads and tails alike: heads outlive tails
+            self._staging.touch(
+                scope.state, scope.state.refs(scope.handles.tolist(), scope.shard), trio.current_time()
+            )
         self._observe(event)
         return count
 

@@ -16,6 +16,7 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
+from dpurt.core.block_table import key_words
 from dpurt.core.identity import ROOT_KEY, Space, chain_keys, digest_key, first_difference
 from dpurt.core.prefix_index import Dropped
 from dpurt.core.tombstones import Tombstones
@@ -43,6 +44,7 @@ class IndexAgent(Actor[None]):
         self.on_dropped: list[Callable[[SpaceState, Dropped, str], None]] = []
         self.on_evicted: list[Callable[[int], None]] = []
         self.drops: dict[str, int] = {}
+        self.instances: list[str] = []  # engines whose tiers the indexes know, by their number there
 
     # --- spaces and epochs ---
 
@@ -51,6 +53,8 @@ class IndexAgent(Actor[None]):
         old = self.spaces.get(state.name)
         if old is not None:
             old.retired = True
+            if old.index.feed is not None:
+                old.index.feed.wake()  # who follows the old epoch hears that it is over
         self.spaces[state.name] = state
         self.by_number[state.number] = state
 
@@ -124,6 +128,16 @@ class IndexAgent(Actor[None]):
         """Is this shard of the block on one of our tiers?"""
         block_id = state.index.get(key)
         return block_id is not None and state.has_shard(block_id, shard)
+
+    def have_shard(self, state: SpaceState, keys: Sequence[bytes], shard: int) -> list[bool]:
+        """`has_shard` of many keys."""
+        table = state.index.table
+        ids = table.find_many(key_words(keys))
+        where = state.index.locations(ids)  # of an id of -1: any row
+        here: list[bool] = (
+            (ids >= 0) & ((where.slot[:, shard] >= 0) | (where.extent[:, shard] >= 0))
+        ).tolist()
+        return here
 
     def why_not(
         self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, position: int, shard: int
@@ -281,12 +295,15 @@ class IndexAgent(Actor[None]):
         finally:
             state.index.unpin(ids, trio.current_time())
 
-    def place(self, state: SpaceState, block_id: int, shard: int, slot: int, now: float) -> None:
-        """The block is in staging, new."""
-        state.index.set_slot(block_id, shard, slot)
+    def place(
+        self, state: SpaceState, ids: NDArray[np.int32], keys: Sequence[bytes], shard: int, slots: Sequence[int], now: float
+    ) -> None:  # fmt: skip
+        """The blocks with these keys are in staging, new."""
+        state.index.set_slots(ids, shard, slots)
         if state.ttl_s:
-            state.index.set_expiry(np.array([block_id], np.int32), now + state.ttl_s)
-        self.tombstones.discard(state.index.key(block_id))
+            state.index.set_expiry(ids, now + state.ttl_s)
+        for key in keys:
+            self.tombstones.discard(key)
 
     def slot_evicted(self, ref: int, now: float, why: str) -> None:
         """A block left its staging slot for another's sake (`why`); without a copy on the bdev it is gone."""

@@ -23,7 +23,7 @@ RDMA = SANS_IO | {"rdma"}
 DRIVERS = RDMA | {"bdev", "fabric", "transport", "engines"}
 KERNEL = DRIVERS | {"runtime"}
 SETTINGS = {"keys", "config"}
-AGENTS = KERNEL | SETTINGS | {"agents"}
+AGENTS = KERNEL | SETTINGS | {"agents", "priors"}
 ADAPTERS = {
     "vllm",
     "sglang",
@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": BASE,
     "wire": PURE,
     "keys": BASE,
+    "priors": PURE,
     "config": PURE | {"keys"},
     "progress": BASE,
     "json_output": BASE,

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from dpurt.client.trio_client import Client, LoadedBlock, Payload, Room, connect
+from dpurt.client.mirror import IndexMirror
+from dpurt.client.trio_client import FOLLOW_S, Client, LoadedBlock, Payload, Room, connect
 from dpurt.core.identity import Space
 from dpurt.errors import DeadlineExceeded, NodeUnavailable
 from dpurt.fabric import MemoryRegion
@@ -117,6 +118,24 @@ class BlockingClient:
             ),
         )
 
+    def load_blocks(
+        self,
+        request: str,
+        blocks: Sequence[int],
+        into: Sequence[memoryview | bytearray],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """See `Client.load_blocks`; for the buffers, `load`."""
+        return self._run(
+            timeout_s,
+            lambda budget: self._client.load_blocks(
+                request, blocks, into, parts=parts, shard=shard, timeout_s=budget
+            ),
+        )
+
     def store(
         self,
         space: str,
@@ -196,6 +215,28 @@ class BlockingClient:
             with suppress(trio.RunFinishedError):
                 self._loop.token.run_sync_soon(_offer, self._loop.hints, hint)
 
+    def decode_step(
+        self,
+        request: str,
+        step: int,
+        group: int,
+        touched: Sequence[int],
+        *,
+        masses: bytes = b"",
+        ranked: Sequence[int] = (),
+        ranked_group: int | None = None,
+        need_s: float = 0.0,
+        shard: int = 0,
+    ) -> None:
+        """See `Client.decode_step`. Returns when it is on its way, so that loads after it come after it."""
+        self._run(
+            None,
+            lambda _budget: self._client.decode_step(
+                request, step, group, touched, masses=masses, ranked=ranked, ranked_group=ranked_group, need_s=need_s,
+                shard=shard,
+            ),
+        )  # fmt: skip
+
     def finish(self, request: str, reason: str = "") -> None:
         """See `Client.finish`. Returns at once."""
         self.hint(m.Hint(request=request, kind="finish", reason=reason))
@@ -224,6 +265,32 @@ class BlockingClient:
                 space, tokens, digests=digests, shard=shard, timeout_s=budget
             ),
         )
+
+    def subscribe(
+        self,
+        space: str,
+        cursor: bytes = b"",
+        *,
+        hosts: bool = False,
+        max_blocks: int = 1 << 13,
+        wait_s: float = FOLLOW_S,
+    ) -> m.IndexBatch:
+        """See `Client.subscribe`."""
+        return self._run(
+            wait_s + MARGIN_S,
+            lambda budget: self._client.subscribe(
+                space, cursor, hosts=hosts, max_blocks=max_blocks, wait_s=budget
+            ),
+        )
+
+    def follow(self, space: str, *, hosts: bool = False) -> IndexMirror:
+        """A mirror of the node's index that this client keeps up to date. Returns at once; ask it from any thread."""
+        if self._closed:
+            raise NodeUnavailable(self._endpoint, "this client is closed")
+        mirror = self._client.mirror(space, hosts=hosts)
+        with suppress(trio.RunFinishedError):
+            self._loop.token.run_sync_soon(self._loop.nursery.start_soon, self._client.follow, space, mirror)
+        return mirror
 
     def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """See `Client.stats`."""
