@@ -43,6 +43,8 @@ REQUESTS: list[m.Request] = [
     m.Commit(id=5, request="r", blocks=[m.CommitBlock(reservation=9, crcs=[0, 2**32 - 1])]),
     m.Release(leases=[1, 2**63 - 1]),
     m.Cancel(id=6, request="r"),
+    m.Zone(id=8, space="s", region=3, slots=16),
+    m.Used(id=8, request="r", blocks=[1, 2], parts=(0, 1)),
     m.Delete(id=8, space="s", digests=[b"d" * 32]),
     m.Lookup(id=8, space="s", request="r", digests=[b"d" * 32], chained=False),
     m.Explain(id=7, space="s", digests=[b"12345678"], shard=2),
@@ -54,7 +56,7 @@ REQUESTS: list[m.Request] = [
 ]
 ADMIN: list[m.Request] = [
     m.EpochBump(id=1, space="s"), m.Drain(id=2), m.Stats(id=3), m.Explain(id=4, space="s", tokens=b""), m.Ping(id=5),
-    m.Route(id=6, space="s", tokens=b""),
+    m.Route(id=6, space="s", tokens=b""), m.Record(id=7, path="/r"),
 ]  # fmt: skip
 REPLIES: list[m.Reply] = [
     m.HelloReply(
@@ -83,6 +85,7 @@ REPLIES: list[m.Reply] = [
         id=10, best="a/1", prompt_tokens=9,
         candidates=[m.Candidate(host="a/1", hbm_tokens=1, cached_tokens=2, node_tokens=3, ready_ms=1.5, reason="r")],
     ),
+    m.RecordReply(id=11, path="/r", lines=1, bytes=2, lost=3, is_fresh=True),
     m.StatsReply(id=8, stats={"a": {"b": 1}}),
     m.ErrorReply(id=9, code="space_mismatch", message="x", field="kv_dtype", mine="a", theirs="b"),
 ]  # fmt: skip
