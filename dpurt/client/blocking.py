@@ -44,12 +44,14 @@ class BlockingClient:
         timeout_s: float = 5.0,
         curve: CurveClient | None = None,
         epochs: Mapping[str, int] | None = None,
+        memories: Sequence[memoryview] = (),
     ) -> None:
         self._timeout_s = timeout_s
         self._endpoint = endpoint
         self._ready: Future[_Loop] = Future()
         settings = dict(
-            host=host, spaces=spaces, fabrics=fabrics, timeout_s=timeout_s, curve=curve, epochs=epochs
+            host=host, spaces=spaces, fabrics=fabrics, timeout_s=timeout_s, curve=curve, epochs=epochs,
+            memories=memories,
         )  # fmt: skip
         self._thread = threading.Thread(
             target=self._main, args=(endpoint, settings), name="dpurt-client", daemon=True

@@ -40,6 +40,7 @@ from dpurt.errors import (
     FabricError,
     LocalProtocolError,
     NodeUnavailable,
+    RdmaLimit,
     RemoteAccessError,
     RemoteProtocolError,
     SpaceMismatch,
@@ -98,19 +99,21 @@ async def connect(
     timeout_s: float = 5.0,
     curve: CurveClient | None = None,
     epochs: Mapping[str, int] | None = None,
+    memories: Sequence[memoryview] = (),
 ) -> AsyncIterator[Client]:
     """A client of the node at `endpoint`. Does not fail when the node is down: the calls do.
 
     `host` is this host's name in the node's topology, `spaces` the identities it will use, by their names there.
     `fabrics` are those this host can use, best first. `curve` encrypts and authenticates the channel. `epochs` are the
     spaces' epochs this engine's weights belong to, by name; of the others the client keeps those of its first session.
+    `memories` are where the buffers of loads and stores will be: registered once a session where the fabric registers memory.
     """
     options = SocketOptions(
         curve=curve, max_message_bytes=MAX_REPLY_BYTES, linger_ms=200, queue_unconnected=False
     )
     with open_context() as context, ZmqSocket(context, "DEALER", options) as socket:
         socket.connect(endpoint)
-        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s, epochs or {})
+        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s, epochs or {}, memories)
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client._read)
@@ -145,7 +148,9 @@ class Client:
         fabrics: Sequence[str],
         timeout_s: float,
         epochs: Mapping[str, int],
+        memories: Sequence[memoryview] = (),
     ) -> None:
+        self._memories = memories
         self._socket = socket
         self.endpoint = endpoint
         self._host = host
@@ -281,7 +286,13 @@ class Client:
         now = trio.current_time()
         address = _address_from(self.endpoint, reply.fabric_address)
         limit = now + (deadline - now) / choices
-        return await connect_fabric(reply.fabric, address, reply.session, reply.token, limit)
+        link = await connect_fabric(reply.fabric, address, reply.session, reply.token, limit)
+        for memory in self._memories:
+            try:
+                await trio.to_thread.run_sync(link.keep, memory)  # a large one takes a device seconds
+            except RdmaLimit as error:  # then it is registered for each call
+                self.fabric_failures[f"{reply.fabric} memory"] = str(error)
+        return link
 
     async def _lose_session(self, session: _Session | None) -> None:
         if session is not None and self._session is session:

@@ -1,8 +1,8 @@
 """The verbs fabric, host side: an `Endpoint` that READs from and WRITEs to the node's memory, and lets it WRITE into landings.
 
 Theory of operation: see `dpurt.fabric.verbs`. Memory of a landing is registered for its life, so pulling into (or storing from)
-a landing's view costs nothing extra; any other memory is registered for the one call, which pins and unpins it: right for a
-few large buffers, dear for many small calls.
+a landing's view, or memory the host asked to `keep`, costs nothing extra; any other is registered for the one call, which pins
+and unpins it: right for a few large buffers, dear for many small calls.
 
 Each lane has a task that brings it up: connects its queue pair, sees a WRITE without bytes come through, tells the node. When it
 breaks (an error, or no progress) it is made anew, later and later if that does not help. Calls that were under way on it go on
@@ -111,6 +111,7 @@ class VerbsEndpoint:
         self._questions: dict[int, _Question] = {}
         self._asking = trio.Semaphore(MAX_ASKS)
         self._landings: dict[int, tuple[MemfdRegion, dict[Adapter, Registration]]] = {}
+        self._kept: list[dict[Adapter, Registration]] = []
         self._closed: str | None = None
         self._adapters = list(dict.fromkeys(lane.adapter for lane in lanes))
         self._scratch = {adapter: _scratch(adapter) for adapter in self._adapters}
@@ -165,6 +166,20 @@ class VerbsEndpoint:
 
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
         return None
+
+    def keep(self, memory: memoryview) -> None:
+        """See `Endpoint.keep`. Takes as long as the device takes to pin it."""
+        self._check_open("keep")
+        address, length = address_of(memory), memory.nbytes
+        made: dict[Adapter, Registration] = {}
+        try:
+            for adapter in self._adapters:
+                made[adapter] = adapter.register(address, length, Access.LOCAL_WRITE, memory)
+        except RdmaLimit:
+            for registration in made.values():
+                registration.close()
+            raise
+        self._kept.append(made)
 
     def landing(self, size: int) -> MemoryRegion:
         """See `Endpoint.landing`. Raises RdmaLimit when it cannot be registered."""
@@ -314,7 +329,8 @@ class VerbsEndpoint:
             return await self.lanes.carry(works, None if is_pull else number, deadline)
 
     def _known(self, adapter: Adapter) -> list[Registration]:
-        return [registrations[adapter] for _, registrations in self._landings.values()]
+        landings = [registrations for _, registrations in self._landings.values()]
+        return [registrations[adapter] for registrations in (*landings, *self._kept)]
 
     # --- lanes ---
 
