@@ -121,14 +121,15 @@ def test_another_answer_of_the_tiers_gives_other_decisions(recorded: Path, tmp_p
 
 
 def test_another_order_of_use_gives_another_victim(tmp_path: Path) -> None:
-    def swap(lines: list[r.Line]) -> None:
-        inserts = [at for at, line in enumerate(lines) if isinstance(line, r.Insert)]
-        a, b = inserts[0], inserts[1]
-        lines[a], lines[b] = lines[b], lines[a]
+    def turn_round(lines: list[r.Line]) -> None:
+        at, touch = next(
+            (at, each) for at, each in enumerate(lines) if isinstance(each, r.Touch) and each.blocks
+        )
+        lines[at] = r.Touch(touch.pool, touch.blocks[::-1], touch.now)
 
     path = trio.run(lambda: live(tmp_path, staging={**slots(SLOTS)["staging"], "eviction": "lru"}))
     assert verify(read_recording(path)).difference == ""
-    assert "victim" in verify(changed(path, tmp_path / "r", swap)).difference
+    assert "victim" in verify(changed(path, tmp_path / "r", turn_round)).difference
 
 
 def test_a_killed_nodes_recording_is_fed_back_as_far_as_it_goes(recorded: Path, tmp_path: Path) -> None:
