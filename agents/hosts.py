@@ -227,7 +227,7 @@ class Hosts:
 
     def open_scope(
         self, session: Session, request: str, state: SpaceState,
-        tokens: bytes | None, digests: list[bytes] | None, shard: int,
+        tokens: bytes | None, digests: list[bytes] | None, shard: int, chained: bool = True,
     ) -> Scope:  # fmt: skip
         """The scope of a request, made when there is none. It remembers the longest form of its prompt.
 
@@ -238,14 +238,14 @@ class Hosts:
         scope = session.scopes.get(request)
         if scope is not None and scope.state is not state:
             raise Refusal("malformed", f"request {request!r} belongs to space {scope.state.name!r}")
-        if scope is not None and not scope.is_continued_by(tokens, digests):
+        if scope is not None and not scope.is_continued_by(tokens, digests, chained):
             raise Refusal("malformed", f"request {request!r} is open with another prompt: end it first")
         prompt_bytes, known = _prompt_bytes(tokens, digests), scope.prompt_bytes if scope is not None else 0
         total = session.prompt_bytes + prompt_bytes - known
         if total > self._config.gateway.max_prompt_bytes_per_client:
             raise Refusal("busy", f"the prompts of this client's open requests have {total} bytes")
         if scope is None:
-            scope = self._new_scope(session, request, state, tokens, digests)
+            scope = self._new_scope(session, request, state, tokens, digests, chained)
         if prompt_bytes > known:
             session.prompt_bytes, scope.prompt_bytes = total, prompt_bytes
             scope.tokens, scope.digests = tokens, digests
@@ -254,14 +254,14 @@ class Hosts:
 
     def _new_scope(
         self, session: Session, request: str, state: SpaceState,
-        tokens: bytes | None, digests: list[bytes] | None,
+        tokens: bytes | None, digests: list[bytes] | None, chained: bool,
     ) -> Scope:  # fmt: skip
         if self.is_draining:
             raise Refusal("draining", "this node is shutting down")
         if len(session.scopes) >= self._config.gateway.max_scopes_per_client:
             raise Refusal("busy", f"more than {len(session.scopes)} open requests")
         now = trio.current_time()
-        scope = Scope(next(self._scope_numbers), request, state, tokens, digests, 0, EMPTY, now, now)
+        scope = Scope(next(self._scope_numbers), request, state, tokens, digests, 0, EMPTY, now, now, chained)
         session.scopes[request] = scope
         self._staging.open_scope(scope.number, session.number)
         return scope

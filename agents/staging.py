@@ -175,7 +175,7 @@ class StagingAgent(Actor[None]):
 
     def free_bytes(self) -> int:
         """Staging bytes that could take a block now: free, or evictable."""
-        return sum(slab.pool.num_available * slab.stride for slab in self.slabs)
+        return sum(slab.pool.num_available * slab.stride for slab in self.slabs if not slab.holds_parts)
 
     def price(self, ref: int, now: float) -> float:
         """What the block that leaves for this one is worth to those who predict; 0 while there is a free slot."""

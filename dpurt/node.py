@@ -19,6 +19,7 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import BlockStore
+from dpurt.agents.decode import DecodeAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -35,8 +36,11 @@ from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
+from dpurt.bdev.paced import PacedBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
+from dpurt.core.endurance import DAY_S, WriteBudget
+from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
 from dpurt.core.ledger import Totals
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
@@ -150,7 +154,10 @@ class Node:
             if has_content(path):  # refuse somebody else's file before it is grown to the size of a store
                 async with aclosing(await FileBdev.open(path)) as found:
                     await BlockStore.survey(found, deadline_s=spec.deadline_s)
-        return await open_bdev(spec.kind, **params)
+        bdev = await open_bdev(spec.kind, **params)
+        if isinstance(spec, FileBdevConfig) and spec.profile is not None:
+            return PacedBdev(bdev, spec.profile.to_profile(spec.name, spec.queue_depth))
+        return bdev
 
     async def _open_store(self, spec: BdevConfig) -> BlockStore:
         bdev = await self._open_bdev(spec)
@@ -174,11 +181,13 @@ class Node:
         self.storage = StorageAgent(
             self.store, workers=self._queue_depth, deadline_s=max(spec.deadline_s for spec in config.bdev)
         )
+        self.storage.budget = self._write_budget()
         self.staging = StagingAgent(self.index, self.storage)
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
         fabrics, off = self._fabrics(access)
         self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
+        self.decode = DecodeAgent(self.index, self.storage)
         setup = self._prefetch_setup()
         predictors = setup.make_predictors() if config.prefetch.enabled else []
         self._make_spaces(outlook_of(predictors))
@@ -187,13 +196,13 @@ class Node:
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
         self.staging.observe = self.prefetch.observe
-        self.staging.housekeeping.append(self.intake.expire)
+        self.staging.housekeeping += [self.intake.expire, self._look_at_wear]
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
         self.gateway = GatewayAgent(
-            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
-            self.prefetch.observe, self.stats,
+            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
+            self._observe, self.stats,
         )  # fmt: skip
         taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway)
         self.recorder = RecorderAgent(taps, self._recording_header)
@@ -230,6 +239,7 @@ class Node:
             layouts = {name: RecordLayout.of(config.to_space(name)) for name in shares}
             slots = {name: max(1, int(share) // layouts[name].record_bytes) for name, share in shares.items()}
             size = sum(slots[name] * layouts[name].record_bytes for name in shares)
+            size += sum(config.space_named(name).decode_bytes for name in shares)
             region = MemfdRegion(number + 1, f"staging-{domain}", size)
             self.regions.append(region)
             self.fabric.offer(region)
@@ -242,6 +252,25 @@ class Node:
                 self.staging.slabs.append(slab)
                 self._add_state(name, self.store.epochs.get(name, 0), slab)
                 start += slots[name] * stride
+                start += self._make_decode_staging(name, layouts[name].num_parts, region, start)
+
+    def _make_decode_staging(self, name: str, num_parts: int, region: MemfdRegion, start: int) -> int:
+        """A slab of part-sized slots, if the space has decode staging; the bytes it takes."""
+        space = self.config.space_named(name)
+        if space.decode is None:
+            return 0
+        stride = space.part_slot_bytes
+        slots = space.decode_bytes // stride
+        pool = StagingPool(slots, 1, make_policy("fifo", slots))
+        slab = Slab(len(self.staging.slabs), region, start, stride, pool, holds_parts=True)
+        self.staging.slabs.append(slab)
+        self.decode.offer(name, slab, space.decode, num_parts)
+        return space.decode_bytes
+
+    def _observe(self, event: Event) -> None:
+        """What the gateway has to tell."""
+        self.decode.observe(event)
+        self.prefetch.observe(event)
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
@@ -258,6 +287,21 @@ class Node:
     def _queue_depth(self) -> int:
         """Of all bdevs together."""
         return sum(spec.queue_depth for spec in self.config.bdev)
+
+    def _write_budget(self) -> WriteBudget | None:
+        """Of all bdevs together: batches go to each in turn."""
+        rates = [
+            spec.drive_writes_per_day * store.capacity_bytes
+            for spec, store in zip(self.config.bdev, self.store.stores, strict=True)
+            if spec.drive_writes_per_day is not None
+        ]
+        return WriteBudget(sum(rates), trio.current_time()) if rates else None
+
+    def _look_at_wear(self, now: float) -> None:
+        """A drive past its rated life gets only what is used again."""
+        if self.storage.budget is not None:
+            drives = [h for bdev in self.bdevs if isinstance(bdev, SpdkBdev) for h in bdev.health.values()]
+            self.storage.budget.is_worn = any(drive.is_worn for drive in drives)
 
     def _prefetch_setup(self) -> PrefetchSetup:
         prefetch = self.config.prefetch
@@ -390,10 +434,12 @@ class Node:
                 }
                 for bdev, store in zip(self.bdevs, self.store.stores, strict=True)
             },
+            "endurance": self._endurance_stats(),
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
             "recorder": self.recorder.status,
+            "decode": self.decode.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 
@@ -405,6 +451,19 @@ class Node:
             "uptime_s": round(trio.current_time() - self.started_at, 3), "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
             "open_fds": len(os.listdir("/proc/self/fd")) - 1, "cpu_s": round(times.user + times.system, 3),
             "endpoint": self.gateway.endpoint, "metrics_port": self.metrics.port,
+        }  # fmt: skip
+
+    def _endurance_stats(self) -> dict[str, object]:
+        """What flash was given, against what it gave back and against its budget, since the start."""
+        stores = [store.stats() for store in self.store.stores]
+        written, read = sum(s.bytes_appended for s in stores), sum(s.bytes_read for s in stores)
+        capacity = sum(s.log.capacity_bytes for s in stores)
+        days = max(trio.current_time() - self.started_at, 1.0) / DAY_S
+        budget = self.storage.budget
+        return {
+            "bytes_written": written, "bytes_read": read, "written_per_read": round(written / read, 4) if read else 0.0,
+            "drive_writes_per_day": round(written / capacity / days, 4),
+            **({} if budget is None else plain(budget.stats())),
         }  # fmt: skip
 
     @staticmethod

@@ -202,6 +202,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         (lambda t: t["bdev"][0].update(segment_bytes="32 MiB"), "$.bdev[0]", "fewer than 4 segments"),
         (lambda t: t["bdev"][0].update(capacity_bytes="65 MiB"), "$.bdev[0]", "more than size_bytes"),
         (lambda t: t["bdev"].clear(), "$.bdev", "length >= 1"),
+        (lambda t: t["bdev"][0].update(drive_writes_per_day=0), "$.bdev[0].drive_writes_per_day", "> 0"),
+        (
+            lambda t: t["bdev"].append({**t["bdev"][0], "name": "n", "drive_writes_per_day": 1}), "$.bdev",
+            "one budget of all bdevs",
+        ),
         (lambda t: t["staging"].update(eviction="rlu"), "$.staging.eviction", "known: fifo"),
         (lambda t: second_space(t, staging_share=0.7) or t["space"][0].update(staging_share=0.4), "$.space", "more than 1"),
         (lambda t: t["space"][0].update(lora_name="a"), "$.space[0]", "go together"),

@@ -24,6 +24,12 @@ DRIVERS = RDMA | {"bdev", "fabric", "transport", "engines"}
 KERNEL = DRIVERS | {"runtime"}
 SETTINGS = {"keys", "config"}
 AGENTS = KERNEL | SETTINGS | {"agents", "priors"}
+ADAPTERS = {
+    "vllm",
+    "sglang",
+    "lmcache",
+    "store",
+}  # folders of engines/ that run inside an engine, as clients of a node
 ANYTHING = AGENTS | {"node", "client", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
     "json_output", "progress",
 }  # fmt: skip
@@ -38,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": BASE,
     "json_output": BASE,
     "engines": SANS_IO,
+    "adapters": DRIVERS | {"client"} | SETTINGS,
     "rdma": SANS_IO,
     "bdev": RDMA,
     "fabric": RDMA,
@@ -90,6 +97,8 @@ def sources() -> list[Path]:
 def part_of(path: Path) -> str:
     """The part of dpurt a file belongs to."""
     inside = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
+    if inside.parts[0] == "engines" and inside.parts[1] in ADAPTERS:
+        return "adapters"
     return inside.parts[0].removesuffix(".py")
 
 
@@ -119,6 +128,8 @@ def _wrong_imports(part: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
         top, *rest = module.split(".")
         if top == "dpurt" and rest and rest[0] not in ALLOWED[part] | {part}:
             yield line, f"{part} must not import {module}"
+        if part != "adapters" and len(rest) > 1 and rest[0] == "engines" and rest[1] in ADAPTERS:
+            yield line, f"{part} must not import {module}, which runs inside an engine"
         if top in BANNED_MODULES:
             yield line, f"nobody may import {module}"
         if part in SANS_IO_PARTS and top in IMPURE:
@@ -202,6 +213,7 @@ def test_allowed_arrows_have_no_cycle_below_the_node() -> None:
         ("client", "socket.recv_pyobj()"),
         ("commands", "eval(text)"),
         ("commands", "run(words, shell=True)"),
+        ("agents", "from dpurt.engines.vllm.plan import Book"),
         ("transport", "socket.bind('tcp://*:5555')"),
         ("transport", "socket.bind(f'tcp://0.0.0.0:{port}')"),
     ],

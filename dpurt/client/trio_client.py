@@ -19,10 +19,10 @@ not check is reported ``checksum`` and its buffer's content must not be used.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import crc32c
 import trio
@@ -43,6 +43,9 @@ from dpurt.transport import CurveClient, SocketOptions, ZmqSocket, open_context
 from dpurt.wire import messages as m
 
 T = TypeVar("T", bound=m.Reply)
+Room: TypeAlias = "memoryview | bytearray | Sequence[memoryview]"
+Payload: TypeAlias = "memoryview | bytes | Sequence[memoryview]"
+_Views: TypeAlias = tuple[memoryview, ...]
 MAX_REPLY_BYTES = 16 << 20
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
 _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
@@ -54,7 +57,10 @@ _ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats)  # need nothing of an old sess
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """One block of a load. `status` ``ok`` means its bytes are in the caller's buffer (or view) and were checked."""
+    """One block of a load. `status` ``ok`` means its bytes are in the caller's buffers (or view) and were checked.
+
+    `data` is None also for a block that went into several buffers.
+    """
 
     status: str
     source: str = ""
@@ -324,11 +330,15 @@ class Client:
         digests: Sequence[bytes] | None = None,
         will_load: bool = True,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
-        """How much of a prompt (raw little-endian tokens, or chained digests) the node has."""
+        """How much of a prompt (raw little-endian tokens, or digests) the node has.
+
+        Digests that are not `chained` stand alone: `LookupReply.is_present` tells of each; a load's positions are theirs.
+        """
         message = m.Lookup(
-            space=space, request=request, shard=shard, intent="will_load" if will_load else "probe",
+            space=space, request=request, shard=shard, chained=chained, intent="will_load" if will_load else "probe",
             tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
@@ -339,6 +349,30 @@ class Client:
         if self._session is not None:
             await self._post(hint)
 
+    async def decode_step(
+        self,
+        request: str,
+        step: int,
+        group: int,
+        touched: Sequence[int],
+        *,
+        masses: bytes = b"",
+        ranked: Sequence[int] = (),
+        ranked_group: int | None = None,
+        need_s: float = 0.0,
+        shard: int = 0,
+    ) -> None:
+        """Tell what a layer group does in a sparse decode step, before its blocks are loaded; see `wire.messages.Hint`.
+
+        `masses`: `dpurt.core.attention.mass_codes` of the touched blocks' shares of attention, if the engine knows them.
+        """
+        await self.hint(
+            m.Hint(
+                request=request, kind="decode", step=step, group=group, touched=list(touched), masses=masses,
+                ranked=list(ranked), ranked_group=ranked_group, need_ms=int(1000 * need_s), shard=shard,
+            )
+        )  # fmt: skip
+
     async def finish(self, request: str, reason: str = "") -> None:
         """The request is over: its scope ends, `reason` (``end_turn``, ``tool_use``) feeds the predictors."""
         await self.hint(m.Hint(request=request, kind="finish", reason=reason))
@@ -347,7 +381,7 @@ class Client:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview | bytearray],
+        into: Sequence[Room],
         *,
         parts: tuple[int, int] | None = None,
         shard: int = 0,
@@ -355,12 +389,34 @@ class Client:
     ) -> list[LoadedBlock]:
         """Copy blocks [first, first + len(into)) of the looked-up prefix into the caller's buffers, and check them.
 
-        Any writable, contiguous buffer will do.
+        Any writable, contiguous buffer will do; a block may also be scattered over a sequence of them. When this returns
+        or raises, nothing writes them any more.
         """
+        message = m.Load(request=request, first=first, count=max(1, len(into)), parts=parts, shard=shard)
+        return await self._load_into(message, into, timeout_s)
+
+    async def load_blocks(
+        self,
+        request: str,
+        blocks: Sequence[int],
+        into: Sequence[memoryview | bytearray],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """As `load`, of any blocks: their positions in the prompt, one buffer each. For sparse attention."""
+        if len(blocks) != len(into):
+            raise ValueError(f"{len(into)} buffers for {len(blocks)} blocks")
+        message = m.Load(request=request, blocks=list(blocks), parts=parts, shard=shard)
+        return await self._load_into(message, into, timeout_s)
+
+    async def _load_into(
+        self, message: m.Load, into: Sequence[Room], timeout_s: float | None
+    ) -> list[LoadedBlock]:
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         if not into:
             return []
-        message = m.Load(request=request, first=first, count=len(into), parts=parts, shard=shard)
         reply = await self._load(message, deadline)
         try:
             arrived = [
@@ -368,9 +424,10 @@ class Client:
                 for grant, buffer in zip(reply.blocks, into, strict=True)
             ]
             pieces = [
-                Piece(grant.region, grant.offset, grant.lease, local)
-                for grant, local in zip(reply.blocks, arrived, strict=True)
-                if local is not None
+                piece
+                for grant, views in zip(reply.blocks, arrived, strict=True)
+                if views is not None
+                for piece in _pieces(grant.region, grant.offset, grant.lease, views)
             ]
             if pieces:
                 session = self._present()
@@ -405,7 +462,7 @@ class Client:
             ]
             if any(view is None and g.status == "ok" for view, g in zip(views, reply.blocks, strict=True)):
                 raise LocalProtocolError("no_views", f"the {link.kind} fabric has no views: use load")
-            yield self._checked(reply, views)
+            yield self._checked(reply, [None if view is None else (view,) for view in views])
         finally:
             await self._release(reply)
 
@@ -435,7 +492,8 @@ class Client:
         except ValueError as error:
             raise NodeUnavailable(self.endpoint, "the session of this landing region was lost") from error
         return self._checked(
-            reply, [region[at : at + grant.length] for at, grant in zip(offsets, reply.blocks, strict=True)]
+            reply,
+            [(region[at : at + grant.length],) for at, grant in zip(offsets, reply.blocks, strict=True)],
         )
 
     async def landing(self, size: int, timeout_s: float | None = None) -> MemoryRegion:
@@ -449,19 +507,24 @@ class Client:
         request: str,
         tokens: bytes | memoryview | None,
         first: int,
-        payloads: Sequence[memoryview | bytes],
+        payloads: Sequence[Payload],
         *,
         digests: Sequence[bytes] | None = None,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> list[str]:
-        """Store the KV of blocks [first, first + len(payloads)) of a prompt; a status for each (`wire.messages.CommitReply`)."""
+        """Store the KV of blocks [first, first + len(payloads)) of a prompt; a status for each (`wire.messages.CommitReply`).
+
+        A payload may be gathered from a sequence of buffers. When this returns or raises, nothing reads them any more.
+        """
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         if not payloads:
             return []
-        self._check_sizes(space, payloads)
+        views = [_views(payload) for payload in payloads]
+        self._check_sizes(space, views)
         reserve = m.Reserve(
-            space=space, request=request, first=first, count=len(payloads), shard=shard,
+            space=space, request=request, first=first, count=len(payloads), shard=shard, chained=chained,
             tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
@@ -470,8 +533,7 @@ class Client:
         mine = [i for i, r in enumerate(reserved) if r.status == "reserved"]
         if not mine:
             return statuses
-        views = {i: memoryview(payloads[i]).cast("B") for i in mine}
-        blocks = await self._write(space, {i: reserved[i] for i in mine}, views, deadline)
+        blocks = await self._write(space, [(reserved[i], views[i]) for i in mine], deadline)
         reply = await self._call(
             m.Commit(request=request, blocks=blocks), m.CommitReply, deadline - trio.current_time()
         )
@@ -482,14 +544,15 @@ class Client:
     async def _write(
         self,
         space: str,
-        reserved: Mapping[int, m.Reservation],
-        views: Mapping[int, memoryview],
+        written: Sequence[tuple[m.Reservation, _Views]],
         deadline: float,
     ) -> list[m.CommitBlock]:
         """Write payloads into their reservations; when that fails, give these back: others may want to store the blocks."""
         parts = [group.part_bytes for group in self._spaces[space].geometry.groups]
-        pieces = [Piece(r.region, r.offset, r.reservation, views[i]) for i, r in reserved.items()]
-        numbers = [r.reservation for r in reserved.values()]
+        pieces = [
+            piece for r, views in written for piece in _pieces(r.region, r.offset, r.reservation, views)
+        ]
+        numbers = [r.reservation for r, _ in written]
         try:
             session = self._present()
             await self._over_link(session, session.endpoint.store(pieces, deadline), deadline)
@@ -499,13 +562,16 @@ class Client:
             raise
         self.bytes_stored += sum(len(piece.local) for piece in pieces)
         return [
-            m.CommitBlock(reservation=r.reservation, crcs=part_crcs(views[i], parts))
-            for i, r in reserved.items()
+            m.CommitBlock(reservation=r.reservation, crcs=part_crcs(views, parts)) for r, views in written
         ]
 
     async def cancel(self, request: str, timeout_s: float | None = None) -> int:
         """End a scope; returns how many leases, reservations and prefetches it held."""
         return (await self._call(m.Cancel(request=request), m.Ok, timeout_s)).count
+
+    async def delete(self, space: str, digests: Sequence[bytes], timeout_s: float | None = None) -> int:
+        """These blocks are not wanted any more (see `wire.messages.Delete`); how many were there."""
+        return (await self._call(m.Delete(space=space, digests=list(digests)), m.Ok, timeout_s)).count
 
     async def explain(
         self,
@@ -533,11 +599,11 @@ class Client:
             raise NodeUnavailable(self.endpoint, "the session was lost")
         return self._session
 
-    def _check_sizes(self, space: str, payloads: Sequence[memoryview | bytes]) -> None:
+    def _check_sizes(self, space: str, payloads: Sequence[_Views]) -> None:
         if space not in self._spaces:
             raise ValueError(f"no space {space!r} was given to connect")
         wanted = self._spaces[space].geometry.payload_bytes
-        sizes = {memoryview(payload).nbytes for payload in payloads} - {wanted}
+        sizes = {sum([view.nbytes for view in views]) for views in payloads} - {wanted}
         if sizes:
             raise ValueError(f"a block of space {space!r} has {wanted} bytes, got {sorted(sizes)}")
 
@@ -563,12 +629,12 @@ class Client:
             with trio.CancelScope(shield=True):
                 await self._post(m.Release(leases=leases))
 
-    def _checked(self, reply: m.LoadReply, arrived: Sequence[memoryview | None]) -> list[LoadedBlock]:
+    def _checked(self, reply: m.LoadReply, arrived: Sequence[_Views | None]) -> list[LoadedBlock]:
         return [
             self._check_one(g, data, reply.part_bytes) for g, data in zip(reply.blocks, arrived, strict=True)
         ]
 
-    def _check_one(self, grant: m.Grant, data: memoryview | None, part_bytes: Sequence[int]) -> LoadedBlock:
+    def _check_one(self, grant: m.Grant, data: _Views | None, part_bytes: Sequence[int]) -> LoadedBlock:
         if grant.status != "ok" or data is None:
             return LoadedBlock(grant.status, grant.source, grant.reason)
         if part_crcs(data, part_bytes) != grant.crcs:
@@ -576,16 +642,42 @@ class Client:
             return LoadedBlock(
                 "checksum", grant.source, "the bytes that arrived are not the bytes the node described"
             )
-        return LoadedBlock("ok", grant.source, "", data)
+        return LoadedBlock("ok", grant.source, "", data[0] if len(data) == 1 else None)
 
 
-def _room_for(grant: m.Grant, buffer: memoryview | bytearray) -> memoryview:
-    room = memoryview(buffer)
-    if room.readonly or not room.c_contiguous:
-        raise ValueError("a buffer to load into must be writable and contiguous")
-    if room.nbytes < grant.length:
-        raise ValueError(f"a buffer of {room.nbytes} bytes for {grant.length} bytes of a block")
-    return room.cast("B")[: grant.length]
+def _room_for(grant: m.Grant, room: Room) -> _Views:
+    views = _views(room)
+    if any(view.readonly for view in views):
+        raise ValueError("a buffer to load into must be writable")
+    size = sum([len(view) for view in views])
+    if size < grant.length:
+        raise ValueError(f"a buffer of {size} bytes for {grant.length} bytes of a block")
+    return views if size == grant.length else _head(views, grant.length)
+
+
+def _views(buffers: Room | Payload) -> _Views:
+    """A block's buffers, in order, as bytes."""
+    if isinstance(buffers, (memoryview, bytearray, bytes)):
+        buffers = (memoryview(buffers),)
+    if not all(view.c_contiguous for view in buffers):
+        raise ValueError("a block's buffer must be contiguous")
+    return tuple([view.cast("B") for view in buffers])
+
+
+def _head(views: _Views, size: int) -> _Views:
+    """The first `size` bytes."""
+    head = []
+    for view in views:
+        head.append(view[:size])
+        size -= len(head[-1])
+    return tuple(view for view in head if len(view))
+
+
+def _pieces(region: int, offset: int, lease: int, views: _Views) -> Iterator[Piece]:
+    """A block of a region from or to its buffers here."""
+    for view in views:
+        yield Piece(region, offset, lease, view)
+        offset += len(view)
 
 
 def _address_from(endpoint: str, address: Address) -> Address:
@@ -597,12 +689,17 @@ def _address_from(endpoint: str, address: Address) -> Address:
     return {**address, "host": host}
 
 
-def part_crcs(payload: memoryview, part_bytes: Sequence[int]) -> list[int]:
-    """CRC-32C of each part of a payload."""
-    crcs, start = [], 0
+def part_crcs(payload: _Views, part_bytes: Sequence[int]) -> list[int]:
+    """CRC-32C of each part of a payload, wherever the cuts between its buffers are."""
+    crcs, rest = [], iter(payload)
+    view = memoryview(b"")
     for size in part_bytes:
-        crcs.append(crc32c.crc32c(payload[start : start + size]))
-        start += size
+        crc = 0
+        while size:
+            view = view if len(view) else next(rest)
+            crc = crc32c.crc32c(view[:size], crc)
+            size, view = size - len(view[:size]), view[size:]
+        crcs.append(crc)
     return crcs
 
 

@@ -169,6 +169,8 @@ def _bdevs(config: Config) -> Iterator[Problem]:
                     f"{bdev.segment_bytes:,} bytes hold {max(records, 0)} blocks of space {space.name!r} "
                     f"({space.record_bytes:,} bytes each); at least {MIN_RECORDS} are needed",
                 )
+    if len({bdev.drive_writes_per_day is None for bdev in config.bdev}) > 1:
+        yield "$.bdev", "drive_writes_per_day is one budget of all bdevs: give it for each, or for none"
 
 
 def _spaces(config: Config) -> Iterator[Problem]:
@@ -179,6 +181,13 @@ def _spaces(config: Config) -> Iterator[Problem]:
             yield f"$.space[{i}].tenant", f"no tenant {space.tenant!r}; known: {', '.join(tenants)}"
         if (space.lora_name is None) != (space.lora_version is None):
             yield f"$.space[{i}]", "lora_name and lora_version go together"
+        least = 0 if space.decode is None else space.decode.sequences * len(space.geometry.groups)
+        if space.decode_slots < least:
+            yield (
+                f"$.space[{i}].decode.staging_bytes",
+                f"holds {space.decode_slots} slots of {space.part_slot_bytes:,} bytes, fewer than {least}: one for each "
+                f"layer group of each sequence",
+            )
         other = owner.setdefault(space.trust_domain, space.tenant)
         if space.domain is None and other != space.tenant:
             yield (
@@ -213,6 +222,7 @@ def _envelope(config: Config) -> Iterator[Problem]:
     if config.envelope is None:
         return
     needed = config.staging.bytes + sum(host.inbound_bytes for host in config.host)
+    needed += sum(space.decode_bytes for space in config.space)
     if needed > config.envelope.dram_bytes:
         yield (
             "$.staging.bytes",

@@ -126,13 +126,16 @@ class StagingConfig(Table, frozen=True, kw_only=True):
 
 
 class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
-    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use. Subclasses: `AnyBdevConfig`."""
+    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use; `drive_writes_per_day` how often
+    that may be written over (`dpurt.core.endurance`): given for all bdevs or for none. Subclasses: `AnyBdevConfig`.
+    """
 
     name: Name
     capacity_bytes: Positive | None = None
     segment_bytes: Positive = 64 << 20
     queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
     deadline_s: Seconds = 10.0
+    drive_writes_per_day: Seconds | None = None
 
     @property
     def kind(self) -> str:
@@ -150,13 +153,37 @@ class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
         raise NotImplementedError
 
 
+class ProfileConfig(Table, frozen=True, kw_only=True):
+    """What a modelled device can do. `jitter` is +-fraction of the latencies; `source` says where the figures come from."""
+
+    read_latency_us: Micros
+    write_latency_us: Micros
+    read_bytes_per_s: Positive
+    write_bytes_per_s: Positive
+    jitter: Share = 0.1
+    source: str = ""
+
+    def to_profile(self, name: str, queue_depth: int) -> DeviceProfile:
+        return DeviceProfile(
+            name=name,
+            read_latency_s=self.read_latency_us / 1e6,
+            write_latency_s=self.write_latency_us / 1e6,
+            read_bytes_per_s=self.read_bytes_per_s,
+            write_bytes_per_s=self.write_bytes_per_s,
+            queue_depth=queue_depth,
+            jitter=self.jitter,
+            source=self.source,
+        )
+
+
 class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
     """A file or block device. Without `capacity_bytes` the cap is `size_bytes`, but at most 80 % of what is
-    free. A file is made as large as the cap, not larger.
+    free. A file is made as large as the cap, not larger. With `profile` it answers no sooner than such a device.
     """
 
     path: Text
     size_bytes: Positive | None = None
+    profile: ProfileConfig | None = None
 
     def __post_init__(self) -> None:
         if self.size_bytes is None and self.capacity_bytes is None:
@@ -205,16 +232,6 @@ class MemoryBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="memory"):
         return self.capacity_bytes or self.size_bytes
 
 
-class ProfileConfig(Table, frozen=True, kw_only=True):
-    """What a modelled device can do. `source` says where the figures come from."""
-
-    read_latency_us: Micros
-    write_latency_us: Micros
-    read_bytes_per_s: Positive
-    write_bytes_per_s: Positive
-    source: str = ""
-
-
 class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
     """Memory that answers as slowly as a device of this profile would."""
 
@@ -225,15 +242,7 @@ class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
         rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
 
     def open_params(self, config: Config) -> dict[str, object]:
-        profile = DeviceProfile(
-            name=self.name,
-            read_latency_s=self.profile.read_latency_us / 1e6,
-            write_latency_s=self.profile.write_latency_us / 1e6,
-            read_bytes_per_s=self.profile.read_bytes_per_s,
-            write_bytes_per_s=self.profile.write_bytes_per_s,
-            queue_depth=self.queue_depth,
-            source=self.profile.source,
-        )
+        profile = self.profile.to_profile(self.name, self.queue_depth)
         return {"size_bytes": self.size_bytes, "name": self.name, "profile": profile}
 
     def capacity(self, config: Config) -> int:
@@ -405,13 +414,30 @@ class GeometryConfig(Table, frozen=True, kw_only=True):
         return Geometry(block_tokens=self.block_tokens, groups=groups, token_bytes=self.token_bytes)
 
 
+class DecodeConfig(Table, frozen=True, kw_only=True):
+    """Staging for sparse decode, in addition to ``[staging] bytes``: slots of one layer group's part of one block.
+
+    `staging_bytes` are shared evenly by up to `sequences` that decode at once; of each the first `max_blocks` blocks can be
+    staged so. `prefetch_per_turn`: prefetches a layer group's turn, on average; 0 is none. `lookahead_groups`: how many
+    groups ahead history is asked while the engine ranks nothing. `spare_slots`: beyond the shares, for parts that pass
+    through.
+    """
+
+    staging_bytes: Positive
+    sequences: Positive = 1
+    max_blocks: Annotated[int, Meta(ge=1, le=1 << 14)] = 1024
+    prefetch_per_turn: Annotated[float, Meta(ge=0, le=64)] = 4.0
+    lookahead_groups: Positive = 4
+    spare_slots: Positive = 64
+
+
 class SpaceConfig(Table, frozen=True, kw_only=True):
     """A space: see `dpurt.core.identity.Space`.
 
     `ttl_s` 0 means blocks do not age (the byte cap still reclaims them). `staging_share` is this space's part
     of staging; what is left over is split evenly among the spaces that name none. `domain` is the trust
     domain: spaces of one domain share a region, which their hosts may map whole. By default each tenant is
-    its own.
+    its own. `decode`: see there.
     """
 
     name: Name
@@ -427,6 +453,7 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
     ttl_s: Annotated[float, Meta(ge=0)] = 0.0
     staging_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     domain: Name | None = None
+    decode: DecodeConfig | None = None
 
     @property
     def trust_domain(self) -> str:
@@ -451,6 +478,23 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
     def record_bytes(self) -> int:
         """Bytes of one block of one shard, in staging and on a bdev. Does not need the salt."""
         return RecordLayout.of(self.to_space(b"")).record_bytes
+
+    @property
+    def part_slot_bytes(self) -> int:
+        """Bytes of a slot of decode staging: a header and the largest part."""
+        layout = RecordLayout.of(self.to_space(b""))
+        return max(layout.of_part(part).record_bytes for part in range(layout.num_parts))
+
+    @property
+    def decode_slots(self) -> int:
+        """Slots of decode staging that its sequences share, without the spare ones."""
+        return 0 if self.decode is None else self.decode.staging_bytes // self.part_slot_bytes
+
+    @property
+    def decode_bytes(self) -> int:
+        """DRAM that decode staging takes, spare slots included."""
+        spare = 0 if self.decode is None else self.decode.spare_slots
+        return (self.decode_slots + spare) * self.part_slot_bytes
 
 
 class HostConfig(Table, frozen=True, kw_only=True):
@@ -507,7 +551,7 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     """Which predictors run, and the budget they compete for."""
 
     enabled: bool = True
-    predictors: tuple[Predictor, ...] = ("sliding_window", "hint", "attention_ewma", "cross_request")
+    predictors: tuple[Predictor, ...] = ("sliding_window", "attention", "cross_request")
     lookahead_blocks: Positive = 64
     bandwidth_bytes_per_s: Positive = 1 << 30
     staging_fraction: Share = 0.5

@@ -291,6 +291,11 @@ class StagingPool:
         return 0.0 if self._free else self._policy.price(now)
 
     @property
+    def num_free(self) -> int:
+        """Slots a new block could have without an eviction."""
+        return len(self._free)
+
+    @property
     def all_parts(self) -> int:
         """The mask of a whole block."""
         return self._all_parts
