@@ -258,7 +258,7 @@ class GatewayAgent(Actor[None]):
                 session, request.request, state, None, request.digests, request.shard, chained=False
             )
             scope.handles = state.known_handles(found)
-            self._after_reply.append((session, scope, ids))
+            self._after_reply.append((session, scope, ids, None))
         missing = len(found) if is_here.all() else int(is_here.argmin())
         reply = self._found(state, request, ids, missing)
         reply.present = np.packbits(is_here, bitorder="little").tobytes()
@@ -294,7 +294,7 @@ class GatewayAgent(Actor[None]):
             return  # the host did not take the answer, and is gone
         state = scope.state
         self._index.touch(state, ids, scope.used_at)
-        refs = state.refs(scope.handles[scope.handles != NO_HANDLE].tolist(), scope.shard)
+        refs = scope.refs
         self._staging.touch(state, refs, scope.used_at)
         self._intake.offer_again(state, ids, scope.shard)
         if self.tape is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from .gateway import GatewayAgent
 from .index import IndexAgent
 from .intake import Intake
 from .prefetch import PrefetchAgent
+from .spaces import Slab
 from .staging import StagingAgent
 from .tape import Tape, TapedPolicy, TapedView
 
@@ -134,7 +135,7 @@ class RecorderAgent(Actor[None]):
         core = taps.prefetch.core
         if core is not None:
             core.view = TapedView(core.view, tape)
-        for slab in taps.staging.slabs:
+        for slab in self._slabs():
             slab.pool.wrap_policy(_taped(slab.number, tape))
 
     def _take_tape(self) -> None:
@@ -143,8 +144,12 @@ class RecorderAgent(Actor[None]):
         core = taps.prefetch.core
         if core is not None and isinstance(core.view, TapedView):
             core.view = core.view.view
-        for slab in taps.staging.slabs:
+        for slab in self._slabs():
             slab.pool.wrap_policy(_untaped)
+
+    def _slabs(self) -> Iterator[Slab]:
+        """Those that hold whole blocks. Decode staging, of parts, has a core of its own, which is not recorded."""
+        return (slab for slab in self._taps.staging.slabs if not slab.holds_parts)
 
     def _forget(self) -> None:
         assert self.recording is not None
