@@ -337,10 +337,10 @@ class StagingAgent(Actor[None]):
         flight = self._flights[ref] = Flight(state, ref, taken.slot, taken.to_fill, read, job)
         if job is not None:
             self._by_job[job] = flight
-        if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
-            self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
         if self.tape is not None:
             self.tape.queued(ref, self.record_bytes(ref, taken.to_fill), job, now)
+        if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
+            self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
         self._storage.read(read)
         return flight
 
