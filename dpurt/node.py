@@ -46,6 +46,7 @@ from dpurt.core.ledger import Totals
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
+from dpurt.core.return_model import Forest
 from dpurt.core.staging import StagingPool
 from dpurt.errors import RdmaUnavailable
 from dpurt.fabric import Fabric
@@ -53,6 +54,7 @@ from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.shm import ShmFabric
 from dpurt.fabric.tcp import TcpFabric
 from dpurt.fabric.verbs import VerbsFabric
+from dpurt.priors import digest_of, shipped_returns
 from dpurt.rdma.device import find
 from dpurt.runtime.actor import RestartPolicy, supervise
 from dpurt.wire import messages as m
@@ -189,7 +191,7 @@ class Node:
         self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
         self.decode = DecodeAgent(self.index, self.storage)
         setup = self._prefetch_setup()
-        predictors = setup.make_predictors() if config.prefetch.enabled else []
+        predictors = setup.make_predictors(self._prior()) if config.prefetch.enabled else []
         self._make_spaces(outlook_of(predictors))
         core = setup.build(predictors, self.staging) if config.prefetch.enabled else None
         self.prefetch = PrefetchAgent(core, self.staging)
@@ -315,6 +317,9 @@ class Node:
             min_probability=prefetch.min_probability,
         )
 
+    def _prior(self) -> Forest | None:
+        return shipped_returns() if self.config.prefetch.prior == "shipped" else None
+
     def _record_sizes(self) -> list[int]:
         """Of a block of each space, with its header."""
         return [RecordLayout.of(self.config.to_space(space.name)).record_bytes for space in self.config.space]
@@ -337,6 +342,7 @@ class Node:
             is_fresh=is_fresh,
             eviction=self.config.staging.eviction,
             has_prefetch=self.config.prefetch.enabled,
+            prior=digest_of(self._prior()),
             prefetch=recording.Prefetch(**asdict(self._prefetch_setup())),
             pools=tuple(
                 recording.Pool(slots=slab.pool.num_slots, record_bytes=slab.stride)

@@ -548,7 +548,9 @@ class FabricConfig(Table, frozen=True, kw_only=True):
 
 
 class PrefetchConfig(Table, frozen=True, kw_only=True):
-    """Which predictors run, and the budget they compete for."""
+    """Which predictors run, and the budget they compete for. `prior`: whether they begin with what the package knows of when
+    conversations return, or learn from nothing.
+    """
 
     enabled: bool = True
     predictors: tuple[Predictor, ...] = ("sliding_window", "attention", "cross_request")
@@ -556,6 +558,7 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     bandwidth_bytes_per_s: Positive = 1 << 30
     staging_fraction: Share = 0.5
     min_probability: Share = 0.05
+    prior: Literal["shipped", "none"] = "shipped"
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):

@@ -119,7 +119,7 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 class Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The first line. `is_fresh`: the node had done nothing before, so decisions can be replayed from here. `prefetch` holds
-    where `has_prefetch`, or would.
+    where `has_prefetch`, or would; `prior` is the digest of what its predictors knew beforehand.
     """
 
     format: Literal["dpurt-recording"] = "dpurt-recording"
@@ -129,6 +129,7 @@ class Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     is_fresh: bool
     eviction: Word
     has_prefetch: bool
+    prior: Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
     prefetch: Prefetch
     pools: tuple[Pool, ...]
     devices: tuple[Device, ...]
