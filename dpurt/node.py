@@ -30,6 +30,7 @@ from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
 from dpurt.agents.recorder import RecorderAgent, Taps
 from dpurt.agents.segment_scan import StoredRecord
+from dpurt.agents.shadow import ShadowAgent, make_shadow
 from dpurt.agents.spaces import Slab, SpaceState
 from dpurt.agents.staging import StagingAgent
 from dpurt.agents.storage import StorageAgent
@@ -39,6 +40,7 @@ from dpurt.bdev.file import FileBdev
 from dpurt.bdev.paced import PacedBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
+from dpurt.core.device_model import DeviceProfile
 from dpurt.core.endurance import DAY_S, WriteBudget
 from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
@@ -47,6 +49,7 @@ from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
 from dpurt.core.return_model import Forest
+from dpurt.core.shadow import Shadow
 from dpurt.core.staging import StagingPool
 from dpurt.errors import RdmaUnavailable
 from dpurt.fabric import Fabric
@@ -62,6 +65,7 @@ from dpurt.wire import recording
 
 log = structlog.get_logger()
 DRAIN_S = 10.0
+NVME_LATENCY_S = 0.0001
 GIVE_S = 10.0  # for a device to map our memory
 FOREIGN = (
     "these segments of the store are of spaces, or epochs of spaces, that this topology does not have; "
@@ -123,7 +127,9 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = ADVICE if agent in (self.prefetch, self.metrics, self.recorder) else VITAL
+                policy = (
+                    ADVICE if agent in (self.prefetch, self.metrics, self.recorder, self.shadow) else VITAL
+                )
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -197,7 +203,8 @@ class Node:
         self.prefetch = PrefetchAgent(core, self.staging)
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
-        self.staging.observe = self.prefetch.observe
+        self.shadow = ShadowAgent(self._shadows())
+        self.staging.observe = self._tell if config.prefetch.shadow else self.prefetch.observe
         self.staging.housekeeping += [self.intake.expire, self._look_at_wear]
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
@@ -213,7 +220,8 @@ class Node:
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.recorder, self.gateway, self.metrics,
+            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.recorder, self.shadow, self.gateway,
+            self.metrics,
         ]  # fmt: skip
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
@@ -272,7 +280,11 @@ class Node:
     def _observe(self, event: Event) -> None:
         """What the gateway has to tell."""
         self.decode.observe(event)
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         self.prefetch.observe(event)
+        self.shadow.observe(event)
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
@@ -316,6 +328,26 @@ class Node:
             queue_depth=max(1, self._queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
+
+    def _shadows(self) -> dict[str, Shadow]:
+        """Policies on trial, in pools like ours and on a model of our device."""
+        slabs = [slab for slab in self.staging.slabs if not slab.holds_parts]
+        return {
+            spec.name: make_shadow(
+                spec, self._prefetch_setup(), self._prior(), self.index, slabs, self._device_model()
+            )
+            for spec in self.config.prefetch.shadow
+        }
+
+    def _device_model(self) -> DeviceProfile:
+        """What the first bdev is modelled on, else one of the rate prefetch counts on and an NVMe drive's latency."""
+        modelled = next((spec for spec in self.config.bdev if isinstance(spec, ModelledBdevConfig)), None)
+        rate = modelled.profile.read_bytes_per_s if modelled else self.config.prefetch.bandwidth_bytes_per_s
+        latency_s = modelled.profile.read_latency_us / 1e6 if modelled else NVME_LATENCY_S
+        return DeviceProfile(
+            name="shadow", read_latency_s=latency_s, write_latency_s=latency_s, read_bytes_per_s=float(rate),
+            write_bytes_per_s=float(rate), queue_depth=self._queue_depth,
+        )  # fmt: skip
 
     def _prior(self) -> Forest | None:
         return shipped_returns() if self.config.prefetch.prior == "shipped" else None
@@ -445,6 +477,7 @@ class Node:
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
             "recorder": self.recorder.status,
+            "shadow": self.shadow.stats(),
             "decode": self.decode.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
