@@ -66,7 +66,7 @@ def only_grows(path: Sequence[str]) -> bool:
 
 
 LABELLED = frozenset(
-    {"hosts", "spaces", "fabrics", "predictors", "bdevs", "drives", "decode"}
+    {"hosts", "spaces", "fabrics", "predictors", "bdevs", "drives", "decode", "policies"}
 )  # their keys are names, not fields
 
 

@@ -96,7 +96,7 @@ class ShadowAgent(Actor[None]):
         return {
             "live": {"demanded": dict(self._live)},
             "lost_events": self.lost,
-            "of": {name: _plain(shadow.stats()) for name, shadow in self.shadows.items()},
+            "policies": {name: _plain(shadow.stats()) for name, shadow in self.shadows.items()},
         }
 
 

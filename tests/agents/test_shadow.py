@@ -59,9 +59,9 @@ async def test_a_shadow_shows_what_prefetch_would_be_worth_on_a_node_without(tmp
             await until(lambda: not node.shadow._events)
             stats: Any = node.stats()["shadow"]
     assert stats["live"]["demanded"]["nvme"] == 6
-    assert stats["of"]["on-demand"]["demanded"]["staging"] == 0
-    assert stats["of"]["ours"]["demanded"]["staging"] == 6
-    ledger = stats["of"]["ours"]["total"]
+    assert stats["policies"]["on-demand"]["demanded"]["staging"] == 0
+    assert stats["policies"]["ours"]["demanded"]["staging"] == 6
+    ledger = stats["policies"]["ours"]["total"]
     assert ledger["timely"] == 6
     assert ledger["accuracy"] == 1.0
     assert stats["lost_events"] == 0
