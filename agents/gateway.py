@@ -504,7 +504,11 @@ class GatewayAgent(Actor[None]):
         leases = [g.lease for g in grants if g.status == "ok"]
         self._staging.begin_transfers(leases)  # the slots stay untouched even if the scope ends meanwhile
         try:
+            began = trio.current_time()
             error = await self._fabric.push(session.fabric, session.number, pieces, deadline)
+            if self.tape is not None and not error:
+                moved = sum(len(source) for source, _, _ in pieces)
+                self.tape.moved("push", None, began, moved, trio.current_time())
         finally:
             self._staging.end_transfers(leases)
             self._staging.release(leases, session.number)

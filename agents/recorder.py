@@ -24,6 +24,7 @@ from dpurt.errors import ConfigError
 from dpurt.runtime.actor import Actor
 from dpurt.wire import recording as r
 
+from .fabric import Access
 from .gateway import GatewayAgent
 from .index import IndexAgent
 from .intake import Intake
@@ -57,6 +58,7 @@ class Taps:
     intake: Intake
     prefetch: PrefetchAgent
     gateway: GatewayAgent
+    access: Access
 
 
 class RecorderAgent(Actor[None]):
@@ -131,7 +133,8 @@ class RecorderAgent(Actor[None]):
 
     def _put_tape(self, tape: Tape) -> None:
         taps = self._taps
-        taps.staging.tape = taps.intake.tape = taps.prefetch.tape = taps.gateway.tape = tape
+        for tapped in (taps.staging, taps.intake, taps.prefetch, taps.gateway, taps.access):
+            tapped.tape = tape
         core = taps.prefetch.core
         if core is not None:
             core.view = TapedView(core.view, tape)
@@ -140,7 +143,8 @@ class RecorderAgent(Actor[None]):
 
     def _take_tape(self) -> None:
         taps = self._taps
-        taps.staging.tape = taps.intake.tape = taps.prefetch.tape = taps.gateway.tape = None
+        for tapped in (taps.staging, taps.intake, taps.prefetch, taps.gateway, taps.access):
+            tapped.tape = None
         core = taps.prefetch.core
         if core is not None and isinstance(core.view, TapedView):
             core.view = core.view.view

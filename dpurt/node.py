@@ -213,7 +213,7 @@ class Node:
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
             self._observe, self.stats,
         )  # fmt: skip
-        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway)
+        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway, access)
         self.recorder = RecorderAgent(taps, self._recording_header)
         self.gateway.on_record = self._record
         self.gateway.on_drain = self.stop

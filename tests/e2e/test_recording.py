@@ -27,7 +27,7 @@ from dpurt.replay.lint import lint
 from dpurt.replay.recorded import figures_of
 from dpurt.replay.recording import Recording, read_recording, requests_of
 from dpurt.testing.node import serving, small_config, spaces_of
-from dpurt.testing.node_steps import load, payloads, slots, statuses, tokens
+from dpurt.testing.node_steps import PAYLOAD, load, payloads, slots, statuses, tokens
 from dpurt.wire import messages as m
 from dpurt.wire import recording as r
 
@@ -318,3 +318,28 @@ def test_a_taped_policy_is_the_policy(tmp_path: Path) -> None:
     assert notes.lines[-1] == r.Victim(0, 2.0, 2, False)
     assert r.Touch(0, (2, 1), 1.0) in notes.lines
     assert os.sep not in str(notes.lines)
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+async def test_link_completions_are_recorded_as_far_as_the_node_sees_them(
+    tmp_path: Path, fabric: str
+) -> None:
+    config, path = config_of(tmp_path), tmp_path / "moved"
+    async with serving(Node(config, record_to=path)) as node:
+        endpoint = node.gateway.endpoint
+        async with connect(endpoint, host="host-a", spaces=spaces_of(config), fabrics=[fabric]) as client:
+            await client.store("s", "fill", tokens(*CHAINS[0]), 0, payloads(*CHAINS[0]))
+            assert statuses(await load(client, "again", *CHAINS[0])) == ["ok"] * 6
+            await client.finish("again")
+    recording = read_recording(path)
+    moved = [line for line in recording.lines if isinstance(line, r.Moved)]
+    released = [line.block for line in recording.lines if isinstance(line, r.Released)]
+    assert len(set(released)) == 6
+    if fabric == "tcp":
+        assert sum(line.num_bytes for line in moved if line.op == "store") == 6 * PAYLOAD
+        pulled = [line for line in moved if line.op == "pull"]
+        assert sum(line.num_bytes for line in pulled) == 6 * PAYLOAD
+        assert {line.block for line in pulled} == set(released)
+        assert all(line.began <= line.now for line in moved)
+    assert lint(path) == []
+    assert verify(recording).difference == ""
