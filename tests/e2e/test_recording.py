@@ -5,7 +5,11 @@ the file, a slow or dead disk stalls nobody, and a killed writer leaves a readab
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +17,11 @@ from typing import Any, TypeVar
 import pytest
 import trio
 
+from dpurt import cli
 from dpurt.agents import recorder as recorder_module
 from dpurt.agents.recorder import RecorderAgent
 from dpurt.agents.tape import Tape, TapedPolicy, TapedView
+from dpurt.bench.live_node import Shape, live_node
 from dpurt.client import Client, connect
 from dpurt.client.admin import ask
 from dpurt.core.eviction import make_policy
@@ -343,3 +349,31 @@ async def test_link_completions_are_recorded_as_far_as_the_node_sees_them(
         assert all(line.began <= line.now for line in moved)
     assert lint(path) == []
     assert verify(recording).difference == ""
+
+
+@pytest.mark.slow
+def test_the_command_records_until_interrupted_and_says_what_it_got(tmp_path: Path) -> None:
+    path = tmp_path / "by-command"
+    with live_node([Shape("s", 16, 1, 4096, 8)]) as node:
+        command = [
+            sys.executable, "-m", "dpurt", "record", str(path), "--topology", str(node.config.node.run_path.parent / "bench.toml"),
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            limit = time.monotonic() + 20
+            while not path.exists():
+                assert process.poll() is None
+                assert time.monotonic() < limit
+                time.sleep(0.02)
+            node.store("s", bytes(16 * 4 * 3))
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "0 lines lost" in said
+        again = subprocess.run([*command, "--seconds", "0.1"], capture_output=True, text=True, check=False)
+        assert again.returncode == 1
+        assert "exists" in again.stderr
+    recording = read_recording(path)
+    assert recording.is_whole
+    assert sum(isinstance(line, r.Taken) for line in recording.lines) == 3
+    assert lint(path) == []
+    assert cli.main(["replay", str(path), "--verify"]) == 0
