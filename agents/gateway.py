@@ -11,7 +11,7 @@ is a stranger: it is told ``no_session`` and says hello again, and its old sessi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,11 @@ from dpurt.wire import messages as m
 
 from .decode import DecodeAgent, Decoding
 from .fabric import FabricAgent
+from .feeds import next_batch
 from .hosts import Hosts, Refusal
 from .index import IndexAgent
 from .intake import Intake
+from .placement import PlacementAgent
 from .refusals import RefusalLog
 from .sessions import NO_HANDLE, Scope, Session
 from .spaces import SpaceState
@@ -55,6 +57,7 @@ from .tape import Tape
 log = structlog.get_logger()
 WATCH_S = 0.25
 UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
+MAX_FOLLOWED = 64  # batches of the index that one host may wait for at once
 UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
 
 
@@ -74,10 +77,12 @@ class GatewayAgent(Actor[None]):
         decode: DecodeAgent,
         observe: Callable[[Event], object],
         node_stats: Callable[[], dict[str, object]],
+        placement: PlacementAgent,
     ) -> None:
         super().__init__(1)
         self.config = config
         self.endpoint = ""
+        self._incarnation = incarnation
         self._index = index
         self._staging = staging
         self._intake = intake
@@ -85,7 +90,9 @@ class GatewayAgent(Actor[None]):
         self._decode = decode
         self._observe = observe
         self._node_stats = node_stats
+        self._placement = placement
         self.hosts = Hosts(config, incarnation, index, staging, intake, fabric, observe)
+        self.hosts.on_session_ended.append(placement.close_session)
         self.errors: dict[str, int] = {}
         self.messages = 0
         self.denied = 0  # connections with a key that is not in the topology
@@ -101,8 +108,8 @@ class GatewayAgent(Actor[None]):
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
-            m.Cancel: self._cancel, m.Explain: self._explain, m.Stats: self._stats, m.Ping: self._ping,
-            m.Bye: self._bye, m.Delete: self._delete,
+            m.Cancel: self._cancel, m.Explain: self._explain, m.Route: self._route, m.Stats: self._stats, m.Ping: self._ping,
+            m.Bye: self._bye, m.Delete: self._delete, m.Zone: self._zone, m.Used: self._used,
         }  # fmt: skip
 
     # --- sockets ---
@@ -188,6 +195,9 @@ class GatewayAgent(Actor[None]):
         if isinstance(request, (m.Load, m.Commit)):
             self._spawn(session, request)
             return None
+        if isinstance(request, m.Subscribe):
+            self._follow(session, request)
+            return None
         return self._handlers[type(request)](session, request)
 
     def _spawn(self, session: Session, request: m.Load | m.Commit) -> None:
@@ -211,6 +221,30 @@ class GatewayAgent(Actor[None]):
                 self._send(session.routing_id, reply)
         finally:
             session.in_flight -= 1
+
+    def _follow(self, session: Session, request: m.Subscribe) -> None:
+        """Answer with the next batch of an index, when there is one. Waiting for it keeps no drain from its end."""
+        state = self.hosts.state(session, request.space)
+        if len(session.following) >= MAX_FOLLOWED:
+            raise Refusal("busy", f"more than {MAX_FOLLOWED} subscribe requests at once")
+        assert self._nursery is not None
+        scope = trio.CancelScope()
+        session.following.add(scope)
+        self._nursery.start_soon(self._answer_follower, session, state, request, scope)
+
+    async def _answer_follower(
+        self, session: Session, state: SpaceState, request: m.Subscribe, scope: trio.CancelScope
+    ) -> None:
+        deadline = trio.current_time() + request.deadline_ms / 1000
+        with scope:
+            try:
+                reply = await next_batch(state, request, self._incarnation, self._index.instances, deadline)
+                if request.id and not session.ended:
+                    self._send(session.routing_id, reply)
+            except Refusal as refusal:
+                self._refuse(session.routing_id, request.id, refusal)
+            finally:
+                session.following.discard(scope)
 
     def _send(self, routing_id: bytes, reply: m.Reply) -> None:
         assert self._socket is not None
@@ -366,6 +400,31 @@ class GatewayAgent(Actor[None]):
         )  # fmt: skip
         return m.ReserveReply(id=request.id, blocks=grants)
 
+    def _zone(self, session: Session, request: m.Zone) -> m.Ok:
+        state = self.hosts.state(session, request.space, request.shard)
+        if not self._placement.is_enabled:
+            return m.Ok(id=request.id)
+        slots = min(request.slots, self.config.placement.max_slots)
+        owner = self.hosts.new_owner()
+        self._placement.open_zone(session, state, request.shard, request.region, slots, owner)
+        return m.Ok(id=request.id, count=slots)
+
+    def _used(self, session: Session, request: m.Used) -> m.Ok:
+        """As a load of these blocks, but for the bytes: they are there already."""
+        scope = session.scopes.get(request.request)
+        if scope is None or scope.state.retired:
+            return m.Ok(id=request.id)  # it ended meanwhile
+        state, parts = scope.state, self._parts(scope.state, request.parts)
+        positions = [p for p in request.blocks if p < len(scope.handles)]
+        refs = state.refs(scope.handles[positions].tolist(), request.shard) if positions else []
+        for first, count in _runs(positions):
+            self._observe(Consumed(scope.sequence, first, count))
+        self._placement.used(session, state, request.shard, scope.sequence, refs)
+        session.counters.blocks += len(refs)
+        session.counters.landing += len(refs)
+        session.counters.bytes_loaded += len(refs) * sum(state.part_bytes[parts.start : parts.stop])
+        return m.Ok(id=request.id, count=len(refs))
+
     def _release(self, session: Session, request: m.Release) -> m.Ok:
         count = self._staging.release(request.leases, session.number)
         return m.Ok(id=request.id, count=count + self._intake.release(request.reservations, session.number))
@@ -386,6 +445,14 @@ class GatewayAgent(Actor[None]):
             id=request.id,
             blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
         )
+
+    def _route(self, session: Session, request: m.Route) -> m.RouteReply:
+        return self._best_engine(self.hosts.state(session, request.space), request)
+
+    @staticmethod
+    def _best_engine(state: SpaceState, request: m.Route) -> m.RouteReply:
+        tokens = len(request.tokens) // state.space.geometry.token_bytes
+        return m.RouteReply(id=request.id, prompt_tokens=tokens)
 
     def _stats(self, session: Session, request: m.Stats) -> m.StatsReply:
         return m.StatsReply(id=request.id, stats=self._node_stats())
@@ -603,6 +670,8 @@ class GatewayAgent(Actor[None]):
         state = self._index.spaces.get(request.space)
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
+        if isinstance(request, m.Route):
+            return self._best_engine(state, request)
         if isinstance(request, m.Explain):
             self.hosts.check_shard(state, request.shard)
         if isinstance(request, m.EpochBump):
@@ -632,3 +701,12 @@ def _check_decode(scope: Scope, hint: m.Hint) -> None:
         raise Refusal("malformed", f"{len(hint.masses)} masses for {len(hint.touched)} touched blocks")
     if hint.shard != scope.shard:
         raise Refusal("malformed", f"shard {hint.shard} of a request that was looked up for {scope.shard}")
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of consecutive positions."""
+    start = 0
+    for i in range(1, len(positions) + 1):
+        if i == len(positions) or positions[i] != positions[i - 1] + 1:
+            yield positions[start], i - start
+            start = i

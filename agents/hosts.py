@@ -69,6 +69,7 @@ class Hosts:
         self.counters: dict[str, HostCounters] = {}
         self.ended: dict[str, int] = {}
         self.is_draining = False
+        self.on_session_ended: list[Callable[[int], None]] = []
         fabric.on_link_closed = self.link_closed
 
     # --- sessions ---
@@ -170,7 +171,11 @@ class Hosts:
         session.ended = True
         self.ended[why] = self.ended.get(why, 0) + 1
         log.info("session_ended", session=session.number, host=session.host, why=why)
+        for tell in self.on_session_ended:
+            tell(session.number)
         may_read = self._fabric.may_still_read(session.fabric, session.number)
+        for waiting in session.following:
+            waiting.cancel()
         for scope in list(session.scopes.values()):
             self.end_scope(session, scope, SequenceGone(scope.sequence), host_may_read=may_read)
         self._fabric.expel(session.fabric, session.number)
@@ -195,6 +200,10 @@ class Hosts:
             self.end_session(session.routing_id, "silent")
 
     # --- scopes ---
+
+    def new_owner(self) -> int:
+        """A name for something else that holds leases for a session."""
+        return next(self._scope_numbers)
 
     def state(self, session: Session, name: str, shard: int = 0) -> SpaceState:
         """A space of this session at its present epoch, which has such a shard; or Refusal."""

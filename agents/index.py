@@ -44,6 +44,7 @@ class IndexAgent(Actor[None]):
         self.on_dropped: list[Callable[[SpaceState, Dropped, str], None]] = []
         self.on_evicted: list[Callable[[int], None]] = []
         self.drops: dict[str, int] = {}
+        self.instances: list[str] = []  # engines whose tiers the indexes know, by their number there
 
     # --- spaces and epochs ---
 
@@ -52,6 +53,8 @@ class IndexAgent(Actor[None]):
         old = self.spaces.get(state.name)
         if old is not None:
             old.retired = True
+            if old.index.feed is not None:
+                old.index.feed.wake()  # who follows the old epoch hears that it is over
         self.spaces[state.name] = state
         self.by_number[state.number] = state
 

@@ -79,6 +79,7 @@ class HostCounters:
     blocks: int = 0
     staging: int = 0
     nvme: int = 0
+    landing: int = 0  # found in the host's landing zone
     misses: dict[str, int] = field(default_factory=dict)
     bytes_loaded: int = 0
     stored: int = 0
@@ -99,6 +100,7 @@ class Session:
     last_seen: float
     key: str | None = None
     scopes: dict[str, Scope] = field(default_factory=dict)
+    following: set[trio.CancelScope] = field(default_factory=set)  # waits for news of an index
     in_flight: int = 0
     prompt_bytes: int = 0
     ended: bool = False

@@ -108,6 +108,7 @@ class StagingAgent(Actor[None]):
         self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
         self.foreign_releases = 0
         self.housekeeping: list[Callable[[float], None]] = []
+        self.on_staged: list[Callable[[int], None]] = []  # told of each block a read brought
         index.on_dropped.append(self._on_dropped)
         index.on_evicted.append(lambda ref: self.observe(Evicted(ref)))
 
@@ -286,6 +287,18 @@ class StagingAgent(Actor[None]):
         lease = state.slab.pool.lease(slot, gather.owner, mask, gather.expires, now)
         return Acquired("ok", slot, (lease << SLAB_BITS) | state.slab.number, source)
 
+    def lease_staged(self, ref: int, owner: int) -> Acquired | None:
+        """A lease on a block that is staged whole, for a push of our own. No demand, and nothing is read for it."""
+        state = self._index.by_number.get(number_of(ref))
+        if state is None or state.retired:
+            return None
+        pool, mask = state.slab.pool, state.layout.all_parts
+        slot = self._ready(pool, ref, mask)
+        if slot is None:
+            return None
+        lease = pool.lease(slot, owner, mask, None, trio.current_time())
+        return Acquired("ok", slot, (lease << SLAB_BITS) | state.slab.number, "staging")
+
     # --- flights ---
 
     def prefetch(self, ref: int, parts_mask: int | None, job: int, deadline: float) -> None:
@@ -353,6 +366,8 @@ class StagingAgent(Actor[None]):
         for waiting in flight.waiting:
             if not waiting.gather.is_over:
                 self._answer(flight, waiting, status, now)
+        for tell in self.on_staged if status == "ok" else ():
+            tell(job.ref)
         if flight.prefetch_job is not None:
             self._by_job.pop(flight.prefetch_job, None)
             landed = status == "ok"
@@ -449,6 +464,10 @@ class StagingAgent(Actor[None]):
     def open_scope(self, owner: int, session: int) -> None:
         """From now on `owner` may hold leases, on behalf of `session`."""
         self._session_of[owner] = session
+
+    def session_of(self, owner: int) -> int | None:
+        """On whose behalf an open scope holds leases."""
+        return self._session_of.get(owner)
 
     def end_scope(self, owner: int, *, host_may_read: bool) -> int:
         """Everything the scope holds is free or quarantined when this returns; how many things that were.

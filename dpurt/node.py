@@ -20,12 +20,14 @@ import trio
 
 from dpurt.agents.block_store import BlockStore
 from dpurt.agents.decode import DecodeAgent
+from dpurt.agents.engines import BlockShape, EnginesAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
 from dpurt.agents.index import IndexAgent
 from dpurt.agents.intake import Intake
 from dpurt.agents.metrics import MetricsAgent
+from dpurt.agents.placement import PlacementAgent
 from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
 from dpurt.agents.recorder import RecorderAgent, Taps
@@ -44,6 +46,7 @@ from dpurt.core.device_model import DeviceProfile
 from dpurt.core.endurance import DAY_S, WriteBudget
 from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
+from dpurt.core.index_feed import IndexFeed
 from dpurt.core.ledger import Totals
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
@@ -51,14 +54,13 @@ from dpurt.core.record import RecordLayout
 from dpurt.core.return_model import Forest
 from dpurt.core.shadow import Shadow
 from dpurt.core.staging import StagingPool
-from dpurt.errors import RdmaUnavailable
 from dpurt.fabric import Fabric
 from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.shm import ShmFabric
 from dpurt.fabric.tcp import TcpFabric
 from dpurt.fabric.verbs import VerbsFabric
 from dpurt.priors import digest_of, shipped_returns
-from dpurt.rdma.device import find
+from dpurt.rdma.paths import paths_to, resolve
 from dpurt.runtime.actor import RestartPolicy, supervise
 from dpurt.wire import messages as m
 from dpurt.wire import recording
@@ -90,6 +92,8 @@ class Node:
         self.rebuilt: dict[str, object] = {}
         self._numbers = 0
         self._stop = trio.Event()
+        self.verbs: VerbsFabric | None = None
+        self._paths: dict[str, list[tuple[str, str]]] = {}  # host: addresses of rails, best first, and why
         self._wall_offset = 0.0
 
     # --- life ---
@@ -127,9 +131,10 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = (
-                    ADVICE if agent in (self.prefetch, self.metrics, self.recorder, self.shadow) else VITAL
-                )
+                advisers = (
+                    self.prefetch, self.placement, self.engines, self.metrics, self.recorder, self.shadow,
+                )  # fmt: skip
+                policy = ADVICE if agent in advisers else VITAL
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -194,7 +199,9 @@ class Node:
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
         fabrics, off = self._fabrics(access)
-        self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
+        self.fabric = FabricAgent(
+            fabrics, {host.name: host.fabrics for host in config.host}, off, self._paths
+        )
         self.decode = DecodeAgent(self.index, self.storage)
         setup = self._prefetch_setup()
         predictors = setup.make_predictors(self._prior()) if config.prefetch.enabled else []
@@ -204,25 +211,40 @@ class Node:
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
         self.shadow = ShadowAgent(self._shadows())
-        self.staging.observe = self._tell if config.prefetch.shadow else self.prefetch.observe
+        self.placement = PlacementAgent(config.placement, self.staging, self.fabric)
+        self.placement.first_hop = self._observe_first_hop
+        self.staging.observe = self._observe
         self.staging.housekeeping += [self.intake.expire, self._look_at_wear]
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
         self.gateway = GatewayAgent(
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
-            self._observe, self.stats,
+            self._observe_host, self.stats, self.placement,
         )  # fmt: skip
         taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway, access)
         self.recorder = RecorderAgent(taps, self._recording_header)
         self.gateway.on_record = self._record
+        geometries = {space.name: space.geometry for space in config.space}
+        shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
+        self.engines = EnginesAgent(config.engine, shapes)
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.recorder, self.shadow, self.gateway,
+            self.index, self.storage, self.staging, self.prefetch, self.placement, self.fabric, self.recorder, self.shadow,
+            self.gateway, self.engines,
             self.metrics,
         ]  # fmt: skip
+
+    def _observe(self, event: Event) -> None:
+        """Something happened, for both hops of prefetch."""
+        self._observe_first_hop(event)
+        self.placement.observe(event)
+
+    def _observe_first_hop(self, event: Event) -> None:
+        self.prefetch.observe(event)
+        self.shadow.observe(event)
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
         """The fabrics some host may use, and why some are not to be had on this machine."""
@@ -236,10 +258,21 @@ class Node:
             fabrics["tcp"] = TcpFabric(access, host=host, port=port)
         if "verbs" in wanted:
             verbs = self.config.fabric.verbs
-            try:
-                fabrics["verbs"] = VerbsFabric(access, find(verbs.device, verbs.address), port=verbs.port)
-            except RdmaUnavailable as error:
-                off["verbs"] = str(error)
+            rails, missing = resolve(self.config.rails())
+            for name, reason in missing.items():
+                off[f"verbs rail {name}" if rails else "verbs"] = reason
+            if rails:
+                self.verbs = VerbsFabric(
+                    access, [rail.device for rail in rails], port=verbs.port, queue_pairs=verbs.queue_pairs
+                )
+                fabrics["verbs"] = self.verbs
+            self._paths = {
+                host.name: [
+                    (path.rail.device.address, path.reason)
+                    for path in paths_to(rails, host.rails, host.switch)
+                ]
+                for host in self.config.host
+            }
         return fabrics, off
 
     def _make_spaces(self, outlook: Outlook | None) -> None:
@@ -277,18 +310,14 @@ class Node:
         self.decode.offer(name, slab, space.decode, num_parts)
         return space.decode_bytes
 
-    def _observe(self, event: Event) -> None:
+    def _observe_host(self, event: Event) -> None:
         """What the gateway has to tell."""
         self.decode.observe(event)
-        self._tell(event)
-
-    def _tell(self, event: Event) -> None:
-        self.prefetch.observe(event)
-        self.shadow.observe(event)
+        self._observe(event)
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
-        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards)
+        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards, IndexFeed())
         state = SpaceState(
             name, self._numbers, space, space.fingerprint(), RecordLayout.of(space), index, slab,
             self.config.space_named(name).ttl_s,
@@ -422,6 +451,7 @@ class Node:
         epoch = old.space.epoch + 1
         await self.store.set_epoch(name, epoch)
         self._add_state(name, epoch, old.slab)
+        self.placement.retire(old)
         log.info("epoch_bumped", space=name, epoch=epoch)
         await self._sweep(old)
         return epoch
@@ -475,10 +505,15 @@ class Node:
             "endurance": self._endurance_stats(),
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
+            "rails": {
+                name: plain(rail) for name, rail in (self.verbs.rail_stats() if self.verbs else {}).items()
+            },
             "prefetch": self._prefetch_stats(),
             "recorder": self.recorder.status,
             "shadow": self.shadow.stats(),
             "decode": self.decode.stats(),
+            "engines": self.engines.stats(),
+            "placement": self.placement.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

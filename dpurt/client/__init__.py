@@ -5,6 +5,7 @@ The node is advice, not a dependency: when it is down every call ends within its
 """
 
 from dpurt.client.blocking import BlockingClient as BlockingClient
+from dpurt.client.mirror import IndexMirror as IndexMirror
 from dpurt.client.trio_client import Client as Client
 from dpurt.client.trio_client import LoadedBlock as LoadedBlock
 from dpurt.client.trio_client import connect as connect

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from dpurt.client.trio_client import Client, LoadedBlock, Payload, Room, connect
+from dpurt.client.mirror import IndexMirror
+from dpurt.client.trio_client import FOLLOW_S, Client, LoadedBlock, Payload, Room, connect
 from dpurt.core.identity import Space
 from dpurt.errors import DeadlineExceeded, NodeUnavailable
 from dpurt.fabric import MemoryRegion
@@ -264,6 +265,32 @@ class BlockingClient:
                 space, tokens, digests=digests, shard=shard, timeout_s=budget
             ),
         )
+
+    def subscribe(
+        self,
+        space: str,
+        cursor: bytes = b"",
+        *,
+        hosts: bool = False,
+        max_blocks: int = 1 << 13,
+        wait_s: float = FOLLOW_S,
+    ) -> m.IndexBatch:
+        """See `Client.subscribe`."""
+        return self._run(
+            wait_s + MARGIN_S,
+            lambda budget: self._client.subscribe(
+                space, cursor, hosts=hosts, max_blocks=max_blocks, wait_s=budget
+            ),
+        )
+
+    def follow(self, space: str, *, hosts: bool = False) -> IndexMirror:
+        """A mirror of the node's index that this client keeps up to date. Returns at once; ask it from any thread."""
+        if self._closed:
+            raise NodeUnavailable(self._endpoint, "this client is closed")
+        mirror = self._client.mirror(space, hosts=hosts)
+        with suppress(trio.RunFinishedError):
+            self._loop.token.run_sync_soon(self._loop.nursery.start_soon, self._client.follow, space, mirror)
+        return mirror
 
     def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """See `Client.stats`."""

@@ -12,6 +12,9 @@ Every session must be of the epochs of the first: after `dpurt epoch bump` (new 
 A fabric that does not open (shared memory with a node on another machine, say) is left out of a second `hello`, so that the
 node picks the next one; `Client.fabric_failures` keeps why.
 
+A *landing zone* (`landing_zone`) is memory of this host that the node fills with blocks it expects to be loaded. `load` looks there
+first, asking nobody, and tells the node afterwards what it took; only the rest is asked for. A zone is made anew with each session.
+
 Every byte a `load` hands back was checked against the CRC-32C the node stated for it, after it arrived. A block that does
 not check is reported ``checksum`` and its buffer's content must not be used.
 """
@@ -27,7 +30,11 @@ from typing import TypeAlias, TypeVar
 import crc32c
 import trio
 
+from dpurt.client.in_order import InOrder
+from dpurt.client.mirror import IndexMirror
+from dpurt.client.zones import Prompt, Zones
 from dpurt.core.identity import Space
+from dpurt.core.landing_zone import ZoneLayout
 from dpurt.errors import (
     DeadlineExceeded,
     FabricError,
@@ -52,7 +59,8 @@ _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
 _WAY_BACK_S = 0.1
 _SESSION_OVER = frozenset({"no_session", "stale_epoch"})
 _NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
-_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats)  # need nothing of an old session
+FOLLOW_S = 2.0  # a node that says nothing for so long is away
+_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe)  # need nothing of an old session
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +160,12 @@ class Client:
         self._failures = 0
         self._not_before = 0.0
         self._heard_at = 0.0
+        self._zones = Zones()
         self.fabric_failures: dict[str, str] = {}
         self.checksum_errors = 0
         self.bytes_pulled = 0
         self.bytes_stored = 0
+        self.blocks_from_landing = 0
 
     # --- session ---
 
@@ -208,7 +218,10 @@ class Client:
                     raise failure from error
                 raise
             try:
-                return _Session(reply, await self._open_link(reply, len(left), deadline))
+                session = _Session(reply, await self._open_link(reply, len(left), deadline))
+                self._zones.clear()  # the last session's went with its link
+                await self._offer_zones(session, deadline)
+                return session
             except (NodeUnavailable, FabricError, OSError, RemoteProtocolError) as error:
                 failure = error
                 self.fabric_failures[reply.fabric] = str(error)
@@ -216,6 +229,42 @@ class Client:
                 if not left:
                     raise
                 await self._post(m.Bye())  # what the node made for this session need not wait for its timeout
+
+    async def _offer_zones(self, session: _Session, deadline: float) -> None:
+        """Those that are wished for and not there."""
+        for space, shard, slots in self._zones.missing():
+            geometry = self._spaces[space].geometry
+            layout = ZoneLayout(slots, tuple(group.part_bytes for group in geometry.groups))
+            region = session.endpoint.landing(layout.size)
+            offer = m.Zone(space=space, region=region.region_id, slots=slots, shard=shard)
+            count = (await self._exchange(offer, m.Ok, deadline)).count
+            if count:
+                self._zones.open(space, shard, region.view, ZoneLayout(count, layout.part_bytes))
+
+    async def landing_zone(
+        self, space: str, slots: int, *, shard: int = 0, timeout_s: float | None = None
+    ) -> bool:
+        """Have the node put up to `slots` blocks of a space here before they are asked for, in this session and later ones.
+
+        False: it places none (``[placement] enabled = false``)."""
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        if space not in self._spaces:
+            raise ValueError(f"no space {space!r} was given to connect")
+        self._zones.wish(space, shard, slots)
+        if self._session is None:
+            await self._ensure_session(deadline)
+        else:
+            await self._offer_zones(self._session, deadline)
+        return self._zones.has(space, shard)
+
+    def placed(self, space: str, tokens: bytes | memoryview, *, shard: int = 0) -> int:
+        """How many leading blocks of a prompt are in the landing zone now. Asks nobody."""
+        prompt = self._prompt(space, bytes(tokens), None, shard)
+        return self._zones.leading(prompt)
+
+    def _prompt(self, space: str, tokens: bytes | None, digests: list[bytes] | None, shard: int) -> Prompt:
+        identity = self._spaces[space].with_epoch(self._epochs.get(space, 0))
+        return Prompt(space, identity, tokens, digests, shard)
 
     async def _say_hello(self, fabrics: list[str], deadline: float) -> m.HelloReply:
         claims = [
@@ -342,10 +391,15 @@ class Client:
             tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
-        return await self._call(message, m.LookupReply, timeout_s)
+        reply = await self._call(message, m.LookupReply, timeout_s)
+        if will_load and self._zones.wishes:
+            self._zones.remember(request, self._prompt(space, message.tokens, message.digests, shard))
+        return reply
 
     async def hint(self, hint: m.Hint) -> None:
         """Tell the node something; no answer, may be lost."""
+        if hint.kind == "finish":
+            self._zones.forget(hint.request)
         if self._session is not None:
             await self._post(hint)
 
@@ -390,10 +444,21 @@ class Client:
         """Copy blocks [first, first + len(into)) of the looked-up prefix into the caller's buffers, and check them.
 
         Any writable, contiguous buffer will do; a block may also be scattered over a sequence of them. When this returns
-        or raises, nothing writes them any more.
+        or raises, nothing writes them any more. What is in the landing zone has the source ``landing``.
         """
-        message = m.Load(request=request, first=first, count=max(1, len(into)), parts=parts, shard=shard)
-        return await self._load_into(message, into, timeout_s)
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        if not into:
+            return []
+        found = await self._take_placed(request, first, into, parts, shard)
+        loaded = [
+            LoadedBlock("ok", "landing", "", found[i]) if i in found else _NOT_ASKED for i in range(len(into))
+        ]
+        for start, count in _gaps(found, len(into)):
+            message = m.Load(request=request, first=first + start, count=count, parts=parts, shard=shard)
+            loaded[start : start + count] = await self._load_into(
+                message, into[start : start + count], deadline
+            )
+        return loaded
 
     async def load_blocks(
         self,
@@ -408,15 +473,70 @@ class Client:
         """As `load`, of any blocks: their positions in the prompt, one buffer each. For sparse attention."""
         if len(blocks) != len(into):
             raise ValueError(f"{len(into)} buffers for {len(blocks)} blocks")
-        message = m.Load(request=request, blocks=list(blocks), parts=parts, shard=shard)
-        return await self._load_into(message, into, timeout_s)
-
-    async def _load_into(
-        self, message: m.Load, into: Sequence[Room], timeout_s: float | None
-    ) -> list[LoadedBlock]:
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
-        if not into:
-            return []
+        message = m.Load(request=request, blocks=list(blocks), parts=parts, shard=shard)
+        return await self._load_into(message, into, deadline) if into else []
+
+    @asynccontextmanager
+    async def loading(
+        self,
+        space: str,
+        request: str,
+        first: int,
+        into: Sequence[memoryview | bytearray],
+        order: Sequence[tuple[int, int]],
+        *,
+        shard: int = 0,
+        ahead: int = 3,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[InOrder[tuple[int, int], list[LoadedBlock]]]:
+        """As `load`, run of parts by run of parts, in the `order` the engine needs them: each comes, checked, as soon as it is
+        here in every block, while up to `ahead` later ones are on their way::
+
+            async with client.loading("s", "r", 0, buffers, [(0, 1), (1, 2), (2, 4)]) as arriving:
+                async for parts, blocks in arriving: ...
+
+        A buffer has room for a whole block; each part goes to its place in it. Leaving the block ends what is still under way.
+        """
+        if space not in self._spaces:
+            raise ValueError(f"no space {space!r} was given to connect")
+        sizes = [group.part_bytes for group in self._spaces[space].geometry.groups]
+        rooms = [memoryview(buffer).cast("B") for buffer in into]
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+
+        async def ask(parts: tuple[int, int]) -> list[LoadedBlock]:
+            start, stop = sum(sizes[: parts[0]]), sum(sizes[: parts[1]])
+            left = deadline - trio.current_time()
+            places = [room[start:stop] for room in rooms]
+            return await self.load(request, first, places, parts=parts, shard=shard, timeout_s=left)
+
+        error: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                yield InOrder(nursery, ask, order, ahead)
+            except Exception as caught:  # the caller's: raised below as it is, not in the nursery's group
+                error = caught
+            nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
+
+    async def _take_placed(
+        self,
+        request: str,
+        first: int,
+        into: Sequence[Room],
+        parts: tuple[int, int] | None,
+        shard: int,
+    ) -> dict[int, memoryview]:
+        """What the landing zone has of these blocks, checked and in the caller's buffers; the node is told, not asked."""
+        found = self._zones.take(request, first, into, parts, shard)
+        if found:
+            self.blocks_from_landing += len(found)
+            positions = [first + i for i in found]
+            await self._post(m.Used(request=request, blocks=positions, parts=parts, shard=shard))
+        return found
+
+    async def _load_into(self, message: m.Load, into: Sequence[Room], deadline: float) -> list[LoadedBlock]:
         reply = await self._load(message, deadline)
         try:
             arrived = [
@@ -567,6 +687,7 @@ class Client:
 
     async def cancel(self, request: str, timeout_s: float | None = None) -> int:
         """End a scope; returns how many leases, reservations and prefetches it held."""
+        self._zones.forget(request)
         return (await self._call(m.Cancel(request=request), m.Ok, timeout_s)).count
 
     async def delete(self, space: str, digests: Sequence[bytes], timeout_s: float | None = None) -> int:
@@ -587,6 +708,42 @@ class Client:
             space=space, tokens=tokens, digests=None if digests is None else list(digests), shard=shard
         )
         return (await self._call(message, m.ExplainReply, timeout_s)).blocks
+
+    async def subscribe(
+        self,
+        space: str,
+        cursor: bytes = b"",
+        *,
+        hosts: bool = False,
+        max_blocks: int = 1 << 13,
+        wait_s: float = FOLLOW_S,
+    ) -> m.IndexBatch:
+        """The next batch of the index stream after `cursor` (see `wire.messages.Subscribe`); empty after `wait_s`."""
+        message = m.Subscribe(space=space, cursor=cursor, hosts=hosts, max_blocks=max_blocks)
+        return await self._call(message, m.IndexBatch, wait_s)
+
+    async def follow(self, space: str, mirror: IndexMirror) -> None:
+        """Keep `mirror` like the node's index, until cancelled. Raises nothing: its `status` and `reason` say how it is.
+
+        A node that is away is tried again; what happened meanwhile is caught up with, or all is read anew. Returns when
+        the node refuses this host's idea of the space (new weights: make a new client and a new mirror).
+        """
+        failures = 0
+        while True:
+            try:
+                mirror.apply(await self.subscribe(space, mirror.cursor, hosts=mirror.with_hosts))
+                failures = 0
+            except SpaceMismatch as error:
+                mirror.end(str(error))
+                return
+            except (NodeUnavailable, DeadlineExceeded, RemoteProtocolError) as error:
+                mirror.lose_touch(str(error))
+                await trio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+                failures += 1
+
+    def mirror(self, space: str, *, hosts: bool = False) -> IndexMirror:
+        """An empty mirror of a space, for `follow`."""
+        return IndexMirror(self._spaces[space], with_hosts=hosts)
 
     async def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """The node's counters."""
@@ -678,6 +835,20 @@ def _pieces(region: int, offset: int, lease: int, views: _Views) -> Iterator[Pie
     for view in views:
         yield Piece(region, offset, lease, view)
         offset += len(view)
+
+
+_NOT_ASKED = LoadedBlock("error")
+
+
+def _gaps(found: Mapping[int, object], count: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of each run of [0, count) that is not in `found`."""
+    start = None
+    for i in range(count + 1):
+        if i < count and i not in found:
+            start = i if start is None else start
+        elif start is not None:
+            yield start, i - start
+            start = None
 
 
 def _address_from(endpoint: str, address: Address) -> Address:

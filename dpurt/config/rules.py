@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from dpurt.core.eviction import POLICIES
+from dpurt.core.host_tiers import MAX_INSTANCES
 
 if TYPE_CHECKING:
     from dpurt.config.schema import Config
@@ -80,6 +81,15 @@ def is_local(endpoint: str) -> bool:
         return False
 
 
+def check_loopback(address: str, where: str) -> None:
+    """ValueError unless empty (off), or a loopback address and port to serve HTTP on."""
+    if not address:
+        return
+    check_endpoint(f"tcp://{address}", where, ("tcp",))
+    if not is_local(f"tcp://{address}"):
+        raise ValueError(f"bind {address!r} is not loopback, and the page has no authentication")
+
+
 def check_capacity(capacity: int | None, size: int | None, segment: int) -> None:
     """ValueError unless cap, size and segments fit into one another."""
     if capacity is not None and size is not None and capacity > size:
@@ -103,6 +113,7 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _bdevs(config)
     yield from _spaces(config)
     yield from _hosts(config)
+    yield from _engines(config)
     yield from _links(config)
     yield from _envelope(config)
 
@@ -119,6 +130,8 @@ def _names(config: Config) -> Iterator[Problem]:
         "tenant": config.tenant,
         "space": config.space,
         "host": config.host,
+        "engine": config.engine,
+        "rail": config.rail,
     }
     for table, entries in tables.items():
         seen: set[str] = set()
@@ -209,7 +222,11 @@ def _spaces(config: Config) -> Iterator[Problem]:
 
 def _hosts(config: Config) -> Iterator[Problem]:
     sizes = {space.name: space.record_bytes for space in config.space}
+    rails = [rail.name for rail in config.rail]
     for i, host in enumerate(config.host):
+        for j, name in enumerate(host.rails):
+            if name not in rails:
+                yield f"$.host[{i}].rails[{j}]", f"no rail {name!r}; known: {', '.join(rails) or 'none'}"
         for j, name in enumerate(host.spaces):
             if name not in sizes:
                 yield f"$.host[{i}].spaces[{j}]", f"no space {name!r}; known: {', '.join(sizes)}"
@@ -218,6 +235,17 @@ def _hosts(config: Config) -> Iterator[Problem]:
                     f"$.host[{i}].inbound_bytes",
                     f"{host.inbound_bytes:,} bytes do not hold one block of space {name!r} ({sizes[name]:,})",
                 )
+
+
+def _engines(config: Config) -> Iterator[Problem]:
+    spaces = [space.name for space in config.space]
+    for i, engine in enumerate(config.engine):
+        for name in (engine.space, *engine.loras.values()):
+            if name not in spaces:
+                yield f"$.engine[{i}]", f"no space {name!r}; known: {', '.join(spaces)}"
+    ranks = sum(max(len(engine.events), 1) for engine in config.engine)
+    if ranks > MAX_INSTANCES:
+        yield "$.engine", f"{ranks} ranks of engines are more than {MAX_INSTANCES}"
 
 
 def _links(config: Config) -> Iterator[Problem]:

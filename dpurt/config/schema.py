@@ -22,6 +22,7 @@ from dpurt import keys
 from dpurt.config import rules
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.identity import MAX_PARTS, Geometry, LayerGroup, Space
+from dpurt.core.rails import RailWish
 from dpurt.core.record import RecordLayout
 from dpurt.errors import ConfigError
 
@@ -388,7 +389,10 @@ class TenantConfig(Table, frozen=True, kw_only=True):
 
 
 class LayerGroupConfig(Table, frozen=True, kw_only=True):
-    """See `dpurt.core.identity.LayerGroup`: `part_bytes` is of one block of one shard."""
+    """See `dpurt.core.identity.LayerGroup`: `part_bytes` is of one block of one shard.
+
+    `count` above 1 stands for so many equal groups, named ``NAME.0``, ``NAME.1`` and so on.
+    """
 
     name: Name
     num_layers: Positive
@@ -397,9 +401,13 @@ class LayerGroupConfig(Table, frozen=True, kw_only=True):
     part_bytes: Positive
     packing: Text = "kv"
     window_tokens: Positive | None = None
+    count: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
 
-    def to_group(self) -> LayerGroup:
-        return LayerGroup(**msgspec.structs.asdict(self))
+    def to_groups(self) -> list[LayerGroup]:
+        fields = msgspec.structs.asdict(self)
+        count, name = fields.pop("count"), fields.pop("name")
+        names = [name] if count == 1 else [f"{name}.{i}" for i in range(count)]
+        return [LayerGroup(name=each, **fields) for each in names]
 
 
 class GeometryConfig(Table, frozen=True, kw_only=True):
@@ -409,8 +417,13 @@ class GeometryConfig(Table, frozen=True, kw_only=True):
     groups: Annotated[tuple[LayerGroupConfig, ...], Meta(min_length=1, max_length=MAX_PARTS)]
     token_bytes: Literal[4, 8] = 4
 
+    def __post_init__(self) -> None:
+        total = sum(group.count for group in self.groups)
+        if total > MAX_PARTS:
+            raise ValueError(f"groups: at most {MAX_PARTS} in all, their counts add up to {total}")
+
     def to_geometry(self) -> Geometry:
-        groups = tuple(group.to_group() for group in self.groups)
+        groups = tuple(each for group in self.groups for each in group.to_groups())
         return Geometry(block_tokens=self.block_tokens, groups=groups, token_bytes=self.token_bytes)
 
 
@@ -499,7 +512,7 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
 
 class HostConfig(Table, frozen=True, kw_only=True):
     """A GPU host that may connect. `fabrics`: best first. `public_key`: only the bearer of its secret may
-    claim the name.
+    claim the name. `rails` are those of the node that lead to it (none named: all), `switch` is the one it hangs on.
     """
 
     name: Name
@@ -509,6 +522,59 @@ class HostConfig(Table, frozen=True, kw_only=True):
     public_key: Annotated[str, Meta(min_length=keys.Z85_KEY_CHARS, max_length=keys.Z85_KEY_CHARS)] | None = (
         None
     )
+    rails: tuple[Name, ...] = ()
+    switch: str = ""
+
+
+class RailConfig(Table, frozen=True, kw_only=True):
+    """One way out of this node for RDMA: a port of a NIC, by its device's name or its IPv4 address. `switch`: where its cable
+    ends. `numa` and `bandwidth_bytes_per_s` are asked of the kernel where they are not given.
+    """
+
+    name: Name
+    device: str = ""
+    address: str = ""
+    switch: str = ""
+    numa: Annotated[int, Meta(ge=0)] | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if not self.device and not self.address:
+            raise ValueError(f"rail {self.name!r}: give device, address or both")
+
+
+class EngineConfig(Table, frozen=True, kw_only=True):
+    """An inference engine whose KV events tell what its host holds, and to which requests may be routed.
+
+    `events` and `replay`: endpoints, one for each data-parallel rank; or `discovery`, its HTTP address (``http://host:port``),
+    and it says so itself. `bind`: the engine connects to us. `space` is what its base model's blocks belong to, `loras` those
+    of its adapters, by name. `prefill_tokens_per_s` and `cpu_tokens_per_s` (from its CPU memory) estimate waits.
+    """
+
+    name: Name
+    kind: Literal["vllm", "sglang"]
+    space: Name
+    loras: dict[str, Name] = {}
+    events: tuple[Text, ...] = ()
+    replay: tuple[Text, ...] = ()
+    topic: str = ""
+    discovery: Text | None = None
+    bind: bool = False
+    block_tokens: Positive | None = None
+    prefill_tokens_per_s: Positive = 8192
+    cpu_tokens_per_s: Positive = 200_000
+
+    def __post_init__(self) -> None:
+        if bool(self.events) == (self.discovery is not None):
+            raise ValueError("give either events, an endpoint a rank, or discovery")
+        if self.replay and len(self.replay) != len(self.events):
+            raise ValueError(f"{len(self.replay)} replay endpoints for {len(self.events)} ranks")
+        for endpoint in (*self.events, *self.replay):
+            rules.check_endpoint(endpoint, "events and replay", ("tcp", "ipc"))
+        if self.bind and not all(map(rules.is_local, self.events)):
+            raise ValueError("an endpoint to bind that is not loopback could be written to by anybody")
+        if self.discovery is not None and urlsplit(self.discovery).scheme != "http":
+            raise ValueError(f"discovery: expected http://host:port, got {self.discovery!r}")
 
 
 class LinkConfig(Table, frozen=True, kw_only=True):
@@ -521,13 +587,14 @@ class LinkConfig(Table, frozen=True, kw_only=True):
 
 
 class VerbsConfig(Table, frozen=True, kw_only=True):
-    """Which RDMA device the verbs fabric uses: by name, by its IPv4 address, or the only one there is. `port`: TCP, of the
-    control connection, on the device's address; 0: any.
+    """Which RDMA device the verbs fabric uses: by name, by its IPv4 address, or the only one there is; with `[[rail]]` tables
+    it is those. `port`: TCP, of the control connection, on the device's address; 0: any. `queue_pairs`: of a host, on each rail.
     """
 
     device: str = ""
     address: str = ""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    queue_pairs: Annotated[int, Meta(ge=1, le=4)] = 1
 
 
 class FabricConfig(Table, frozen=True, kw_only=True):
@@ -572,17 +639,36 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     shadow: Annotated[tuple[ShadowConfig, ...], Meta(max_length=4)] = ()
 
 
+class PlacementConfig(Table, frozen=True, kw_only=True):
+    """The second hop of prefetch: staged blocks put into the landing zones that hosts offer, under this budget of each host's
+    link. `max_slots`: of one zone.
+    """
+
+    enabled: bool = True
+    predictors: tuple[Predictor, ...] = ("sliding_window", "hint")
+    lookahead_blocks: Positive = 16
+    bandwidth_bytes_per_s: Positive = 1 << 30
+    queue_depth: Annotated[int, Meta(ge=1, le=64)] = 8
+    min_probability: Share = 0.05
+    max_slots: Annotated[int, Meta(ge=1, le=1 << 16)] = 4096
+
+
 class MetricsConfig(Table, frozen=True, kw_only=True):
     """Prometheus text over HTTP on loopback, e.g. ``"127.0.0.1:9571"``; empty is off."""
 
     bind: str = ""
 
     def __post_init__(self) -> None:
-        if not self.bind:
-            return
-        rules.check_endpoint(f"tcp://{self.bind}", "metrics.bind", ("tcp",))
-        if not rules.is_local(f"tcp://{self.bind}"):
-            raise ValueError(f"bind {self.bind!r} is not loopback, and the page has no authentication")
+        rules.check_loopback(self.bind, "metrics.bind")
+
+
+class RouterConfig(Table, frozen=True, kw_only=True):
+    """Routing questions over HTTP on loopback, e.g. ``"127.0.0.1:8090"``; empty is off."""
+
+    bind: str = ""
+
+    def __post_init__(self) -> None:
+        rules.check_loopback(self.bind, "router.bind")
 
 
 class EnvelopeConfig(Table, frozen=True, kw_only=True):
@@ -605,12 +691,16 @@ class Config(Table, frozen=True, kw_only=True):
     tenant: Annotated[tuple[TenantConfig, ...], Meta(min_length=1)]
     space: Annotated[tuple[SpaceConfig, ...], Meta(min_length=1)]
     host: tuple[HostConfig, ...] = ()
+    engine: tuple[EngineConfig, ...] = ()
     link: tuple[LinkConfig, ...] = ()
+    rail: Annotated[tuple[RailConfig, ...], Meta(max_length=4)] = ()
     node: NodeConfig = NodeConfig()
     gateway: GatewayConfig = GatewayConfig()
     fabric: FabricConfig = FabricConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+    placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
+    router: RouterConfig = RouterConfig()
     envelope: EnvelopeConfig | None = None
 
     def space_named(self, name: str) -> SpaceConfig:
@@ -623,6 +713,12 @@ class Config(Table, frozen=True, kw_only=True):
 
     def host_named(self, name: str) -> HostConfig | None:
         return next((host for host in self.host if host.name == name), None)
+
+    def rails(self) -> tuple[RailWish, ...]:
+        """What the verbs fabric should use, at least one."""
+        if self.rail:
+            return tuple(RailWish(**msgspec.structs.asdict(rail)) for rail in self.rail)
+        return (RailWish("rdma", self.fabric.verbs.device, self.fabric.verbs.address),)
 
     def to_space(self, name: str) -> Space:
         """The identity of a space, its tenant's salt loaded, epoch 0. ConfigError when the salt cannot be

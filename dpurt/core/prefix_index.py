@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from dpurt.core.block_table import CPU, F64, FIRST_SLOT, HBM, NONE, BlockTable, key_words
 from dpurt.core.identity import ROOT_KEY
+from dpurt.core.index_feed import NODE, IndexFeed
 from dpurt.core.key_map import I32, I64, U64
 from dpurt.core.token_tree import TokenTree
 
@@ -99,8 +100,9 @@ class IndexStats:
 class PrefixIndex:
     """The index of one space; `block_token_bytes` is a block's width on the wire, `num_shards` the ranks of its group."""
 
-    def __init__(self, block_token_bytes: int, num_shards: int = 1) -> None:
+    def __init__(self, block_token_bytes: int, num_shards: int = 1, feed: IndexFeed | None = None) -> None:
         self.table = BlockTable(num_shards)
+        self.feed = feed  # told who holds what; None: nobody follows this index
         self.tree = TokenTree(block_token_bytes)
         self._next_expiry = np.inf  # no block expires before
         self._inserted = self._dropped = self._forgotten = 0
@@ -166,7 +168,7 @@ class PrefixIndex:
     def are_resident(self, ids: I32) -> Bools:
         """Whether each block has every shard in staging or on the bdev; an id of -1 has not."""
         rows = self.table.where.take(np.maximum(ids, 0), axis=0)
-        return (ids >= 0) & self._own_copies(rows).all(axis=1)
+        return (ids >= 0) & _all_of_each(self._own_copies(rows))
 
     # --- growing ---
 
@@ -250,6 +252,7 @@ class PrefixIndex:
         ids = np.array(members, np.int32)
         self.table.mark[ids] = 0
         before = self.table.where[ids]
+        self._tell(False, NODE, 0, ids[_all_of_each(self._own_copies(before))])
         self.table.where[ids, FIRST_SLOT:] = NONE
         self.table.expires[ids] = np.inf
         return self._forget(ids, before, now)
@@ -292,13 +295,17 @@ class PrefixIndex:
 
     def host_stored(self, host: int, tier: HostTier, ids: I32) -> None:
         """A host's engine says these blocks are in its tier. Saying it again changes nothing."""
-        self.table.where[ids, tier.value] |= _host_bit(host)
+        bit = _host_bit(host)
+        ids = ids[self.table.where[ids, tier.value] & bit == 0]
+        self.table.where[ids, tier.value] |= bit
+        self._tell(True, host, tier.value, ids)
 
     def host_removed(self, host: int, tier: HostTier, ids: I32, now: float) -> Dropped:
         """A host's engine says these blocks left its tier; absent ones are a no-op (U14). What is nowhere is forgotten."""
         bit = _host_bit(host)
         ids = ids[self.table.where[ids, tier.value] & bit != 0]
         self.table.where[ids, tier.value] &= ~bit
+        self._tell(False, host, tier.value, ids)
         return self._forget_if_nowhere(ids, now)
 
     def host_cleared(self, host: int, tier: HostTier, now: float) -> Dropped:
@@ -407,7 +414,10 @@ class PrefixIndex:
             raise ValueError(
                 f"block {block} shard {shard}: its parent {parent} is neither in staging nor on the bdev"
             )
+        is_first_copy = not self._has_copy(block, shard)
         table.where[block, column] = value
+        if is_first_copy and self._is_block_whole(block):
+            self._tell_own(True, block)
 
     def _place_copies(self, ids: I32, shard: int, first: int, what: str, values: Sequence[int]) -> None:
         table, column = self.table, self._column(shard, first)
@@ -416,7 +426,9 @@ class PrefixIndex:
             raise ValueError(f"shard {shard}: an id is unknown, a {what} is negative, or a block has one")
         if not self._have_parents(ids, shard).all():
             raise ValueError(f"shard {shard}: a block's parent is neither in staging nor on the bdev")
+        was_whole = self.are_resident(ids)
         table.where[ids, column] = placed
+        self._tell(True, NODE, 0, ids[self.are_resident(ids) & ~was_whole])
 
     def _have_parents(self, ids: I32, shard: int) -> Bools:
         """Whether the parent has an own copy of the shard, is about to get one with these, or need not be."""
@@ -430,8 +442,23 @@ class PrefixIndex:
 
     def _clear_copy(self, block: int, shard: int, first: int) -> bool:
         column = self._column(shard, first)
-        self.table.where[self._known(block), column] = NONE
-        return not self._has_copy(block, shard)
+        was_whole = self._is_block_whole(self._known(block))
+        self.table.where[block, column] = NONE
+        is_last = not self._has_copy(block, shard)
+        if is_last and was_whole:
+            self._tell_own(False, block)
+        return is_last
+
+    def _is_block_whole(self, block: int) -> bool:
+        return all(self._has_copy(block, shard) for shard in range(self.table.num_shards))
+
+    def _tell_own(self, stored: bool, block: int) -> None:
+        if self.feed is not None:
+            self.feed.note(stored, NODE, 0, self.table.key(block))
+
+    def _tell(self, stored: bool, host: int, tier: int, ids: I32) -> None:
+        if self.feed is not None and len(ids):
+            self.feed.note(stored, host, tier, self.table.keys[ids].tobytes())
 
     def _is_nowhere(self, ids: I32) -> Bools:
         """In no tier, own or host's, and unpinned."""
@@ -507,6 +534,10 @@ class PrefixIndex:
         assert len(self.tree.among(parents)) == len(self.tree.among(child)), (
             "a chain is half tokens, half keys"
         )
+
+
+def _all_of_each(rows: Bools) -> Bools:
+    return np.asarray(rows.all(axis=1))
 
 
 def _host_bit(host: int) -> np.int64:

@@ -25,6 +25,7 @@ from dpurt.bdev import Bdev
 from dpurt.core.events import Event
 from dpurt.core.eviction import make_policy
 from dpurt.core.identity import Geometry, LayerGroup, Space
+from dpurt.core.index_feed import IndexFeed
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
 from dpurt.core.staging import StagingPool
@@ -81,7 +82,7 @@ class Agents:
 
     def add_epoch(self, space: Space) -> SpaceState:
         """Take a space, or its next epoch, into service."""
-        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards)
+        index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards, IndexFeed())
         state = SpaceState(
             "s", len(self.index.by_number), space, space.fingerprint(), RecordLayout.of(space), index, self.slab,
             self.ttl_s,

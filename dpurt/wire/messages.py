@@ -156,6 +156,26 @@ class Landing(Struct, kw_only=True):
     offsets: IdList
 
 
+class Zone(Request, tag="zone"):
+    """This host offers a landing region as a zone (`dpurt.core.landing_zone`): `slots` blocks of one shard of a space, which the
+    node fills with what it expects to be loaded. Replaces the zone there was. Answered with the slots it will use, 0: none.
+    """
+
+    space: Name
+    region: Id
+    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    shard: Count = 0
+
+
+class Used(Request, tag="used"):
+    """Blocks of the request's chain (their positions) were taken from the zone, not loaded. Needs no answer."""
+
+    request: Name
+    blocks: BlockList
+    parts: Parts | None = None
+    shard: Count = 0
+
+
 class Load(Request, tag="load"):
     """Blocks [first, first + count) of the scope's matched chain, or those in `blocks` (positions in it), if there are any.
     Pull: leases come back. Push: bytes do, into `landing`.
@@ -232,6 +252,35 @@ class Explain(Request, tag="explain"):
     shard: Count = 0
 
 
+class Subscribe(Request, tag="subscribe"):
+    """Follow the index of a space. One request, one batch (`IndexBatch`); the next one goes on from its `cursor`.
+
+    Answered at once while there is something after `cursor`, else when something happens, or with an empty batch when
+    `deadline_ms` is up (that nothing happened is news too). An empty `cursor` begins with all that is here. With `hosts`
+    what GPU hosts hold is told as well. A reader that is too far behind is told so (`IndexBatch.lost`) and begins anew:
+    it holds up nobody.
+    """
+
+    space: Name
+    cursor: Annotated[bytes, Meta(max_length=64)] = b""
+    hosts: bool = False
+    max_blocks: Annotated[int, Meta(ge=1, le=1 << 16)] = 1 << 13
+
+
+class Route(Request, tag="route"):
+    """Which engine should serve this prompt? `tokens` as in `Lookup`.
+
+    ``will_route`` books the work on the answer's `best`, so that the next question sees it; ``probe`` changes nothing.
+    `queued_ms`: how long work waits at each engine now, where the caller knows better than the node. `among`: only these.
+    """
+
+    space: Name
+    tokens: Tokens
+    intent: Literal["probe", "will_route"] = "will_route"
+    queued_ms: Annotated[dict[Short, Annotated[float, Meta(ge=0, le=1e9)]], Meta(max_length=64)] = {}
+    among: Annotated[list[Short], Meta(max_length=64)] = []
+
+
 class Stats(Request, tag="stats"):
     """The node's counters."""
 
@@ -245,7 +294,8 @@ class Bye(Request, tag="bye"):
 
 
 AnyRequest = (
-    Hello | Lookup | Hint | Load | Reserve | Commit | Release | Cancel | Delete | Explain | Stats | Ping | Bye
+    Hello | Lookup | Hint | Zone | Used | Load | Reserve | Commit | Release | Cancel | Delete | Explain | Subscribe
+    | Route | Stats | Ping | Bye
 )  # fmt: skip
 
 
@@ -268,7 +318,7 @@ class Record(Request, tag="record"):
     path: Annotated[str, Meta(max_length=4096)] = ""
 
 
-AdminRequest = EpochBump | Drain | Stats | Explain | Ping | Record
+AdminRequest = EpochBump | Drain | Stats | Explain | Route | Ping | Record
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -397,6 +447,63 @@ class ExplainReply(Reply, tag="explain_ok"):
     blocks: list[Reason]
 
 
+class IndexChange(Struct, kw_only=True, omit_defaults=True):
+    """Blocks that are now held (`stored`), or no more: 16 bytes of `keys` each. Telling one again is harmless.
+
+    By the node itself (`host` empty; all their shards are in staging or on flash), or by a GPU host's `tier` (``hbm`` |
+    ``cpu``; `host` as `RouteReply` names it). `all`: everything of that host's tier is gone, without a list.
+    """
+
+    stored: bool = False
+    keys: bytes = b""
+    host: str = ""
+    tier: str = ""
+    all: bool = False
+
+
+class IndexBatch(Reply, tag="index_batch"):
+    """Changes in order. `is_current`: with them, the reader knows all that the node knew when it answered.
+
+    `lost`: forget everything known so far, then apply. `reason`: ``node_restarted`` | ``slow_reader`` (the changes after
+    its cursor are no longer kept) | ``epoch``. `incarnation` is the node's, `epoch` the space's: keys are of that epoch.
+    """
+
+    incarnation: int
+    epoch: int
+    cursor: bytes
+    is_current: bool = False
+    lost: bool = False
+    reason: str = ""
+    changes: list[IndexChange] = []
+
+
+class Candidate(Struct, kw_only=True, omit_defaults=True):
+    """One engine a prompt could go to. `host` is ``name`` or ``name/rank``; `ready_ms` = wait + fetch + compute.
+
+    Leading tokens of the prompt found in its HBM, in its HBM or CPU memory, and in these or at the node. `stale_ms`: since
+    its events were last heard of; -1 when they never were.
+    """
+
+    host: str
+    hbm_tokens: int = 0
+    cached_tokens: int = 0
+    node_tokens: int = 0
+    wait_ms: float = 0.0
+    fetch_ms: float = 0.0
+    compute_ms: float = 0.0
+    ready_ms: float = 0.0
+    stale_ms: int = 0
+    reason: str = ""
+
+
+class RouteReply(Reply, tag="route_ok"):
+    """Candidates, best first; none when the space has no engine. `best` is the first one's name."""
+
+    best: str = ""
+    prompt_tokens: int = 0
+    candidates: list[Candidate] = []
+
+
 class StatsReply(Reply, tag="stats_ok"):
     """Nested counters, see README "Statistics"."""
 
@@ -424,8 +531,8 @@ class ErrorReply(Reply, tag="error"):
 
 
 AnyReply = (
-    HelloReply | LookupReply | LoadReply | ReserveReply | CommitReply | Ok | ExplainReply | StatsReply
-    | RecordReply | ErrorReply
+    HelloReply | LookupReply | LoadReply | ReserveReply | CommitReply | Ok | ExplainReply | IndexBatch | RouteReply
+    | StatsReply | RecordReply | ErrorReply
 )  # fmt: skip
 
 R = TypeVar("R")

@@ -44,12 +44,15 @@ REQUESTS: list[m.Request] = [
     m.Release(leases=[1, 2**63 - 1]),
     m.Cancel(id=6, request="r"),
     m.Explain(id=7, space="s", digests=[b"12345678"], shard=2),
+    m.Subscribe(id=9, space="s", cursor=b"c" * 28, hosts=True, max_blocks=1),
+    m.Route(id=10, space="s", tokens=b"\0" * 8, intent="probe", queued_ms={"a/1": 2.5}, among=["a/1"]),
     m.Stats(id=8),
     m.Ping(),
     m.Bye(id=2**63 - 1),
 ]
 ADMIN: list[m.Request] = [
     m.EpochBump(id=1, space="s"), m.Drain(id=2), m.Stats(id=3), m.Explain(id=4, space="s", tokens=b""), m.Ping(id=5),
+    m.Route(id=6, space="s", tokens=b""),
 ]  # fmt: skip
 REPLIES: list[m.Reply] = [
     m.HelloReply(
@@ -69,6 +72,14 @@ REPLIES: list[m.Reply] = [
     m.CommitReply(id=5, statuses=["stored", "checksum"]),
     m.Ok(id=6, count=7),
     m.ExplainReply(id=7, blocks=[m.Reason(block=0, reason="evicted", detail="d", age_s=1.5)]),
+    m.IndexBatch(
+        id=9, incarnation=1, epoch=2, cursor=b"c", is_current=True, lost=True, reason="slow_reader",
+        changes=[m.IndexChange(stored=True, keys=b"k" * 16), m.IndexChange(host="a", tier="hbm", all=True)],
+    ),
+    m.RouteReply(
+        id=10, best="a/1", prompt_tokens=9,
+        candidates=[m.Candidate(host="a/1", hbm_tokens=1, cached_tokens=2, node_tokens=3, ready_ms=1.5, reason="r")],
+    ),
     m.StatsReply(id=8, stats={"a": {"b": 1}}),
     m.ErrorReply(id=9, code="space_mismatch", message="x", field="kv_dtype", mine="a", theirs="b"),
 ]  # fmt: skip
