@@ -67,7 +67,7 @@ def only_grows(path: Sequence[str]) -> bool:
 
 
 LABELLED = frozenset(
-    {"hosts", "spaces", "fabrics", "predictors", "bdevs", "drives", "decode", "ranks"}
+    {"hosts", "spaces", "fabrics", "predictors", "bdevs", "drives", "decode", "ranks", "policies"}
 )  # their keys are names, not fields
 
 

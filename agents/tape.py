@@ -122,6 +122,14 @@ class Tape:
         """A stored block is on flash, or will not be."""
         self._put(r.Written(now, block, is_ok), (block,))
 
+    def moved(self, op: r.Op, block: int | None, began: float, num_bytes: int, now: float) -> None:
+        """Bytes went over a link."""
+        self._put(r.Moved(now, op, block, began, num_bytes), () if block is None else (block,))
+
+    def released(self, block: int, now: float) -> None:
+        """A host gave back its right to read the block."""
+        self._put(r.Released(now, block), (block,))
+
     # --- inside ---
 
     def _put(self, line: r.Line, blocks: Iterable[int] = ()) -> None:

@@ -62,7 +62,7 @@ class Setup:
     """
 
     span_s: float = 400.0
-    speed: float = 4.0
+    speed: float = 5.0
     staging_share: float = 0.2
     kv_bytes_per_token: int = 160 << 10  # Llama-3-70B, FP8
     device_bytes_per_s: float = 3.5e9

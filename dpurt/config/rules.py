@@ -153,12 +153,23 @@ def _gateway(config: Config) -> Iterator[Problem]:
         )
 
 
+def _shadows(config: Config) -> Iterator[Problem]:
+    names = [shadow.name for shadow in config.prefetch.shadow]
+    for i, shadow in enumerate(config.prefetch.shadow):
+        if shadow.eviction not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            yield f"$.prefetch.shadow[{i}].eviction", f"unknown policy {shadow.eviction!r}; known: {known}"
+        if shadow.name in names[:i]:
+            yield f"$.prefetch.shadow[{i}].name", f"{shadow.name!r} is taken by another shadow"
+
+
 def _staging(config: Config) -> Iterator[Problem]:
     if config.staging.eviction not in POLICIES:
         yield (
             "$.staging.eviction",
             f"unknown policy {config.staging.eviction!r}; known: {', '.join(sorted(POLICIES))}",
         )
+    yield from _shadows(config)
     total = sum(space.staging_share or 0.0 for space in config.space)
     if total > 1 + 1e-9:
         yield "$.space", f"the staging_shares add up to {total:g}, more than 1"

@@ -68,6 +68,7 @@ class Result(msgspec.Struct, kw_only=True):
     wrong_bytes: int = 0
     unreachable: int = 0
     lookup_s: list[float] = []
+    load_s: list[float] = []  # of each window of blocks, until its bytes were in the host's buffers
     timeline: list[tuple[float, int, int, int, int]] = []
     checksum_errors: int = 0
     bytes_pulled: int = 0
@@ -138,7 +139,10 @@ class Player:
 
     async def _load(self, name: str, first: int, count: int) -> list[LoadedBlock]:
         buffers = [memoryview(bytearray(self._payload_bytes)) for _ in range(count)]
-        return await self._client.load(name, first, buffers)
+        began = time.perf_counter()
+        loaded = await self._client.load(name, first, buffers)
+        self.result.load_s.append(time.perf_counter() - began)
+        return loaded
 
     def _compare(self, blocks: Sequence[LoadedBlock], keys: Sequence[bytes]) -> list[bool]:
         """Every byte of every block against its identity. In a thread: the loop has lookups to time."""

@@ -119,7 +119,8 @@ class Lookup(Request, tag="lookup"):
 
 
 class Hint(Request, tag="hint"):
-    """What the engine knows. ``arrival`` opens a scope as ``will_load`` does, before any scheduler tick (U20).
+    """What the engine knows. ``arrival`` opens a scope as ``will_load`` does, before any scheduler tick (U20); with `need_ms`, a
+    router's hint: the engine will have the request in so long.
 
     ``pause`` / ``resume``: the sequence waits for a tool or user (`expected_ms`). ``finish`` ends the scope (`reason` e.g.
     ``end_turn``, ``tool_use``).

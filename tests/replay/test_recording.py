@@ -18,7 +18,7 @@ from dpurt.replay.recording import read_recording, requests_of, scenario_of
 from dpurt.wire import recording as r
 
 HEADER = r.Header(
-    started_at=100.0, wall=1.7e9, is_fresh=True, eviction="lru", has_prefetch=True,
+    started_at=100.0, wall=1.7e9, is_fresh=True, eviction="lru", has_prefetch=True, prior="",
     prefetch=r.Prefetch(
         predictors=("sliding_window",), block_s=0.01, lookahead_blocks=8, bandwidth_bytes_per_s=1e6, staging_bytes=30_000,
         queue_depth=2, min_probability=0.05,
@@ -189,6 +189,12 @@ def test_lint_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_decisions_of_a_node_that_ran_before_are_not_compared(tmp_path: Path) -> None:
     header = r.decode_header(r.encode(HEADER).replace(b'"is_fresh":true', b'"is_fresh":false'))
     with pytest.raises(ConfigError, match="serve --record"):
+        verify(read_recording(write(tmp_path / "r", LINES, header)))
+
+
+def test_decisions_made_with_another_prior_are_not_compared(tmp_path: Path) -> None:
+    header = r.decode_header(r.encode(HEADER).replace(b'"prior":""', b'"prior":"0123456789abcdef"'))
+    with pytest.raises(ConfigError, match="prior"):
         verify(read_recording(write(tmp_path / "r", LINES, header)))
 
 
