@@ -177,7 +177,7 @@ class _Slots:
         self.hazards: Floats = np.zeros((num_slots, NUM_AGES))
         self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
-        self.learned: Ints = np.zeros(num_slots, np.int64)  # age bins whose exposure is booked
+        self.booked: Floats = np.zeros(num_slots)  # age up to which the model knows
         self.stop: Ints = np.zeros(num_slots, np.int64)
         self.chance: Floats = np.zeros(num_slots)  # of a return within the window, as last computed
 
@@ -354,11 +354,8 @@ class Returns:
         if not parent.teaches:
             return
         self._book_exposure(np.array([parent.slot]), now)
-        age = min(NUM_AGES - 1, int(np.searchsorted(AGE_EDGES, gap, side="right")) - 1)
         if gap < AGE_EDGES[-1]:
-            slot = np.array([parent.slot])
-            into = gap - AGE_EDGES[age]
-            self._expose(slot, np.array([age]), np.array([into]))
+            age = int(np.searchsorted(AGE_EDGES, gap, side="right")) - 1
             self._model.returned(int(self._slots.row[parent.slot]), age)
 
     def _branch(self, rows: Sequence[int], now: float) -> None:
@@ -421,19 +418,23 @@ class Returns:
             stream.gaps[1] if len(stream.gaps) > 1 else -1.0,
             math.exp(stream.log_gap_sum / turns) if turns else -1.0,
         )
-        row, prior = self._model.row(traits), self._model.prior_hazards(traits)
-        hazards = prior * self._model.factors(row)
-        slots.state[slot], slots.since[slot], slots.learned[slot] = IDLE, now, 0
-        slots.hazards[slot], slots.prior[slot], slots.row[slot] = hazards, prior, row
-        slots.risk[slot, 1:] = np.cumsum(hazards * np.diff(AGE_EDGES))
+        slots.state[slot], slots.since[slot], slots.booked[slot] = IDLE, now, 0.0
+        slots.row[slot], slots.prior[slot] = self._model.row(traits), self._model.prior_hazards(traits)
+        self._apply_model(np.array([slot]))
         slots.stop[slot] = stream.stop
         stream.ended_at = now
         self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
 
+    def _apply_model(self, idle: Ints) -> None:
+        """The hazards of these slots, as the model sees them now."""
+        slots = self._slots
+        slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
+        slots.risk[idle, 1:] = np.cumsum(slots.hazards[idle] * np.diff(AGE_EDGES), 1)
+
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
         self._rest(stream, stop_code("tool_use"), now)
-        self._slots.learned[stream.slot] = NUM_AGES
+        self._slots.booked[stream.slot] = AGE_EDGES[-1]
 
     def _resumed(self, stream: _Stream, now: float) -> None:
         stream.teaches = True
@@ -487,10 +488,8 @@ class Returns:
     def _refresh(self, now: float) -> None:
         if now - self._worth_at < self.LOOK_S:
             return
-        self._book_exposure(np.flatnonzero(self._slots.state == IDLE), now)
         if now - self._refit_at >= self.REFIT_S:
-            self._refit_at = now
-            self._model.refit()
+            self._refit(now)
         if self._pairs.used - self._live_pairs > self._pairs.used // 2 + 1024:
             self._weed()
         num_rows = len(self._rows)
@@ -501,6 +500,12 @@ class Returns:
         self._worth[:num_rows] = self._pairs.totals(self._slots.chance, num_rows)
         self._worth[:num_rows] += share * self._rows.popular[:num_rows]
         self._worth_at = now
+
+    def _refit(self, now: float) -> None:
+        self._refit_at = now
+        self._book_exposure(np.flatnonzero(self._slots.state == IDLE), now)
+        self._model.refit()
+        self._apply_model(np.flatnonzero(self._slots.state == IDLE))
 
     def _grow_worth(self) -> None:
         missing = len(self._rows.block) - len(self._worth)
@@ -530,25 +535,17 @@ class Returns:
         return np.asarray(self._slots.risk[slots, age_bin] + into * self._slots.hazards[slots, age_bin])
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
-        """Idle streams that grew out of an age bin since the last time teach that they did not return in it."""
+        """These idle streams did not return since the last time; those that never will are ended."""
         slots = self._slots
-        ages = now - slots.since[idle]
-        reached = np.minimum(np.searchsorted(AGE_EDGES, ages, side="right") - 1, NUM_AGES)
-        grown = np.flatnonzero(reached > slots.learned[idle])
-        if not len(grown):
-            return
-        num_bins = (reached - slots.learned[idle])[grown]
-        which = np.repeat(idle[grown], num_bins)
-        offsets = np.arange(len(which)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
-        age_bins = slots.learned[which] + offsets
-        self._expose(which, age_bins, np.diff(AGE_EDGES)[age_bins])
-        slots.learned[idle[grown]] = reached[grown]
-        for slot in idle[grown[reached[grown] == NUM_AGES]].tolist():
+        ages = np.minimum(now - slots.since[idle], AGE_EDGES[-1])
+        starts = np.maximum(AGE_EDGES[:-1], slots.booked[idle, None])
+        seconds = np.minimum(AGE_EDGES[1:], ages[:, None]) - starts
+        which, age_bins = np.nonzero(seconds > 0)
+        risks = slots.prior[idle[which], age_bins] * seconds[which, age_bins]
+        self._model.expose(slots.row[idle[which]], age_bins, risks)
+        slots.booked[idle] = np.maximum(ages, slots.booked[idle])
+        for slot in idle[ages >= AGE_EDGES[-1]].tolist():
             self._end(self._streams[slot])
-
-    def _expose(self, which: Ints, ages: Ints, seconds: Floats) -> None:
-        slots = self._slots
-        self._model.expose(slots.row[which], ages, slots.prior[which, ages] * seconds)
 
     # --- predictions
 

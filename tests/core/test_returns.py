@@ -67,7 +67,7 @@ def learn(model, traits, gaps):
 def within(model, traits, seconds):
     """P(return by this age)."""
     at_risk = np.clip(seconds - AGE_EDGES[:-1], 0, np.diff(AGE_EDGES))
-    hazards = model.prior_hazards(traits) * model.factors(model.row(traits))
+    hazards = model.prior_hazards(traits) * model.factors(np.array([model.row(traits)]))[0]
     return float(-np.expm1(-(hazards * at_risk).sum()))
 
 
