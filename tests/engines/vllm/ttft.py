@@ -76,7 +76,6 @@ def turn(engines: dict[str, Engine], node: Node, prompt: list[int], rows: dict[s
 
 def first_token(engine: Engine, prompt: list[int], cached: float) -> float:
     """Seconds to one token, with the engine's own cache emptied; at least this share of the prompt must come from elsewhere."""
-    engine.ask(do="settle")
     engine.ask(do="reset")
     answer: dict[str, Any] = engine.ask(do="generate", prompts=[{"tokens": prompt}], max_tokens=1)
     [output] = answer["outputs"]
