@@ -20,16 +20,19 @@ def tokens_of(outputs: list[dict[str, Any]]) -> list[list[int]]:
     return [output["tokens"] for output in outputs]
 
 
-@pytest.mark.parametrize("stop", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("stop", "load"), [("SIGKILL", "async"), ("SIGSTOP", "async"), ("SIGSTOP", "layers")]
+)
 def test_a_node_that_stops_between_its_promise_and_the_load_costs_a_recompute(
-    make_node: Make, make_engine: Make, text: list[int], stop: str
+    make_node: Make, make_engine: Make, text: list[int], stop: str, load: str
 ) -> None:
     prompts = prompts_of(text)
     node = make_node()
     with make_engine(kv_transfer_config=node.transfer_config()) as first:
         truth = first.generate(prompts)
     node.empty_staging()
-    config = node.transfer_config(broken="StoppingConnector", load_timeout_s=LOAD_S, save_timeout_s=LOAD_S)
+    settings = {"load": load, "load_timeout_s": LOAD_S, "save_timeout_s": LOAD_S, "layer_wait_s": LOAD_S}
+    config = node.transfer_config(broken="StoppingConnector", **settings)
     with make_engine(env={"NODE_PID": str(node.pid), "SIGNAL": stop}, kv_transfer_config=config) as second:
         again = second.generate(prompts)
         later = second.generate([{"tokens": text[20_000:21_024]}])

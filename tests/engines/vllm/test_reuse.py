@@ -46,7 +46,7 @@ def test_what_was_stored_is_loaded_by_the_next_process(
     prompts = prompts_of(text, NUM_PROMPTS)
     with make_engine() as plain:
         truth = plain.generate(prompts)
-    node = make_node()
+    node = make_node(size=f"{1 + NUM_PROMPTS // 10} GiB")
     with make_engine(kv_transfer_config=node.transfer_config()) as first:
         assert differences(first.generate(prompts), truth) == []
     node.empty_staging()
@@ -75,3 +75,20 @@ def test_kv_that_is_not_what_was_stored_is_seen(
         again = second.generate(prompts)
     assert again[0]["cached"] > 0.9 * 1024
     assert differences(again, truth) != []
+
+
+@pytest.mark.parametrize("settings", [{"load": "layers"}, {"fabrics": ["tcp"]}], ids=str)
+def test_other_ways_of_loading_bring_the_same(
+    make_node: Make, make_engine: Make, text: list[int], settings: dict[str, Any]
+) -> None:
+    prompts = [{"tokens": text[:1024]}, {"tokens": text[:512] + text[9000:9500]}]
+    node = make_node()
+    with make_engine(kv_transfer_config=node.transfer_config()) as first:
+        truth = first.generate(prompts)
+    node.empty_staging()
+    with make_engine(kv_transfer_config=node.transfer_config(**settings)) as second:
+        again = second.generate(prompts)
+        assert second.metrics()["blocks_loaded"] >= 0.9 * (1024 + 512) / BLOCK
+    assert differences(again, truth) == []
+    for prompt, output in zip(prompts, again, strict=True):
+        assert output["cached"] > 0.9 * len(prompt["tokens"])

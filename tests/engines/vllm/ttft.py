@@ -41,7 +41,7 @@ def prompts_of(model: Path, count: int, length: int) -> list[list[int]]:
 
 def measure(model: Path, folder: Path, prompts: Sequence[list[int]]) -> dict[str, list[float]]:
     """Seconds by row, one a prompt; the first prompt warms up and is left out."""
-    node = Node(folder)
+    node = Node(folder, size="4 GiB")
     node.start()
     rows: dict[str, list[float]] = {}
     configs = {
