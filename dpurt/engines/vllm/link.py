@@ -100,8 +100,9 @@ class Link:
 
     def _enter(self, state: str, why: str) -> None:
         with self._lock:
-            changed, self._state = state != self._state or why != self.refusal, state
-            self.refusal = why if state == "refused" else ""
+            refusal = why if state == "refused" else ""
+            changed = (state, refusal) != (self._state, self.refusal)
+            self._state, self.refusal = state, refusal
         if not changed:
             return
         self.tally.count(is_up=int(state == "up"))
