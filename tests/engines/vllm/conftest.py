@@ -113,6 +113,8 @@ class Engine:
 
     def close(self) -> None:
         assert self.process.stdin is not None
+        if self.process.stdin.closed:
+            return
         with suppress(OSError):  # it ended by itself
             self.tell(do="quit")
             self.process.stdin.close()
