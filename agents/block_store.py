@@ -364,6 +364,11 @@ class BlockStore:
         return self._bdev.info.name
 
     @property
+    def capacity_bytes(self) -> int:
+        """The most the store may use of the device."""
+        return self._log.capacity_bytes
+
+    @property
     def segment_bytes(self) -> int:
         return self._log.segment_bytes
 
@@ -607,7 +612,7 @@ class BlockStore:
                 await self._bdev.read_into(offset, (image,), deadline)
                 self._counters.bytes_read += layout.record_bytes
             else:
-                await self._read_extents(layout.extents(mask), offset, image, deadline)
+                await self._read_extents(layout, mask, offset, image, deadline)
         except BdevTimeout as timeout:
             _unhold_when_settled(log, segment, timeout)
             raise
@@ -618,10 +623,13 @@ class BlockStore:
         return sequence
 
     async def _read_extents(
-        self, extents: Sequence[tuple[int, int]], offset: int, image: memoryview, deadline: float
+        self, layout: RecordLayout, mask: int, offset: int, image: memoryview, deadline: float
     ) -> None:
+        extents = layout.extents(mask)
         reads = [
-            partial(self._bdev.read_into, offset + start, [image[start:stop]], deadline)
+            partial(
+                self._bdev.read_into, offset + start + layout.gap * (start > 0), [image[start:stop]], deadline
+            )
             for start, stop in extents
         ]
         raise_as_one(await run_batch(reads))

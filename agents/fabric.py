@@ -62,12 +62,16 @@ class FabricAgent(Actor[None]):
         fabrics: Mapping[str, Fabric],
         allowed: Mapping[str, Sequence[str]],
         off: Mapping[str, str] | None = None,
+        paths: Mapping[str, Sequence[tuple[str, str]]] | None = None,
     ) -> None:
-        """`off`: fabrics that cannot be had on this machine, and why."""
+        """`off`: fabrics that cannot be had on this machine, and why. `paths`: of each host, the addresses of the rails that
+        lead to it, best first, and why.
+        """
         super().__init__(1)
         self.fabrics = dict(fabrics)
         self.off = dict(off or {})
         self._allowed = allowed
+        self._paths = dict(paths or {})
         self._addresses: dict[str, Address] = {}
         self._inbound: dict[int, int] = {}
         self.on_link_closed: Callable[[int], None] = lambda session: None
@@ -95,10 +99,21 @@ class FabricAgent(Actor[None]):
         for kind in allowed:
             if kind in wanted and kind in self._addresses:
                 why = f"first of the topology's {list(allowed)}" if not skipped else "; ".join(skipped)
-                return Choice(kind, self._addresses[kind], why)
+                return self._by_rails(host, Choice(kind, self._addresses[kind], why))
             not_here = self.off.get(kind, "not served here")
             skipped.append(f"{kind}: " + ("the host cannot use it" if kind not in wanted else not_here))
         return None
+
+    def _by_rails(self, host: str, choice: Choice) -> Choice:
+        """For a fabric with rails: those that lead to this host, in its order."""
+        served = str(choice.address.get("rails", "")).split(",")
+        paths = [(rail, why) for rail, why in self._paths.get(host, ()) if rail in served]
+        if not paths:
+            return choice
+        rails = ",".join(rail for rail, _ in paths)
+        reasons = [f"rail {rail}: {why}" for rail, why in paths] if len(paths) > 1 else []
+        address = {**choice.address, "host": paths[0][0], "rails": rails}
+        return Choice(choice.kind, address, "; ".join([choice.reason, *reasons]))
 
     def offer(self, region: MemoryRegion) -> None:
         """A region of the arena, to be read by whoever is admitted to it."""

@@ -11,7 +11,7 @@ is a stranger: it is told ``no_session`` and says hello again, and its old sessi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import zmq
 from numpy.typing import NDArray
 
 from dpurt.config import Config
+from dpurt.core.attention import MASS_OF
 from dpurt.core.events import (
     Arrived,
     Consumed,
@@ -35,20 +36,23 @@ from dpurt.core.events import (
     Stored,
 )
 from dpurt.core.identity import PartRun
-from dpurt.errors import BdevError, RemoteProtocolError
+from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
 from dpurt.runtime.actor import Actor
 from dpurt.transport import CurveServer, SocketOptions, ZmqSocket, open_context, serve_zap, user_id
 from dpurt.wire import messages as m
 
+from .decode import DecodeAgent, Decoding
 from .fabric import FabricAgent
 from .feeds import next_batch
 from .hosts import Hosts, Refusal
 from .index import IndexAgent
 from .intake import Intake
+from .placement import PlacementAgent
 from .refusals import RefusalLog
-from .sessions import Scope, Session
+from .sessions import NO_HANDLE, Scope, Session
 from .spaces import SpaceState
 from .staging import Acquired, StagingAgent
+from .tape import Tape
 
 log = structlog.get_logger()
 WATCH_S = 0.25
@@ -70,8 +74,10 @@ class GatewayAgent(Actor[None]):
         staging: StagingAgent,
         intake: Intake,
         fabric: FabricAgent,
+        decode: DecodeAgent,
         observe: Callable[[Event], object],
         node_stats: Callable[[], dict[str, object]],
+        placement: PlacementAgent,
     ) -> None:
         super().__init__(1)
         self.config = config
@@ -81,9 +87,12 @@ class GatewayAgent(Actor[None]):
         self._staging = staging
         self._intake = intake
         self._fabric = fabric
+        self._decode = decode
         self._observe = observe
         self._node_stats = node_stats
+        self._placement = placement
         self.hosts = Hosts(config, incarnation, index, staging, intake, fabric, observe)
+        self.hosts.on_session_ended.append(placement.close_session)
         self.errors: dict[str, int] = {}
         self.messages = 0
         self.denied = 0  # connections with a key that is not in the topology
@@ -91,12 +100,14 @@ class GatewayAgent(Actor[None]):
         self._refusal_log = RefusalLog()
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
+        self.on_record: Callable[[str], Awaitable[m.RecordReply]]
+        self.tape: Tape | None = None
         self._socket: ZmqSocket | None = None
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
             m.Cancel: self._cancel, m.Explain: self._explain, m.Route: self._route, m.Stats: self._stats, m.Ping: self._ping,
-            m.Bye: self._bye,
+            m.Bye: self._bye, m.Delete: self._delete, m.Zone: self._zone, m.Used: self._used,
         }  # fmt: skip
 
     # --- sockets ---
@@ -260,16 +271,42 @@ class GatewayAgent(Actor[None]):
         session.counters.lookups += 1
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a lookup has either tokens or digests")
+        if not request.chained:
+            return self._lookup_each(session, state, request)
         ids = self._index.match(state, request.tokens, request.digests)
         if request.intent == "will_load":
             self._arrive(session, state, request.request, request.tokens, request.digests, request.shard, ids)
+        return self._found(state, request, ids, len(ids))
+
+    def _lookup_each(self, session: Session, state: SpaceState, request: m.Lookup) -> m.LookupReply:
+        """A lookup of digests of which each stands alone."""
+        if request.digests is None:
+            raise Refusal("malformed", "tokens are a chain: only digests can stand alone")
+        found = self._index.find(state, request.digests)
+        is_here = found >= 0
+        ids = found[is_here]
+        if request.intent == "will_load":
+            scope = self.hosts.open_scope(
+                session, request.request, state, None, request.digests, request.shard, chained=False
+            )
+            scope.handles = state.known_handles(found)
+            self._after_reply.append((session, scope, ids))
+        missing = len(found) if is_here.all() else int(is_here.argmin())
+        reply = self._found(state, request, ids, missing)
+        reply.present = np.packbits(is_here, bitorder="little").tobytes()
+        return reply
+
+    def _found(
+        self, state: SpaceState, request: m.Lookup, ids: NDArray[np.int32], missing: int
+    ) -> m.LookupReply:
+        """The answer to a lookup that found `ids`, and not the block at position `missing`."""
         staged = self._index.count_staged(state, ids, request.shard)
         flying = self._staging.count_in_flight(state, ids, request.shard)
         return m.LookupReply(
             id=request.id, matched_blocks=len(ids), staging=staged, in_flight=flying, nvme=len(ids) - staged - flying,
             matched_tokens=len(ids) * state.space.geometry.block_tokens,
             ready_ms=self._staging.ready_ms(len(ids) - staged, state.layout.record_bytes),
-            miss=self._index.why_not(state, request.tokens, request.digests, len(ids), request.shard),
+            miss=self._index.why_not(state, request.tokens, request.digests, missing, request.shard),
         )  # fmt: skip
 
     def _arrive(
@@ -286,8 +323,11 @@ class GatewayAgent(Actor[None]):
             return  # the host did not take the answer, and is gone
         state = scope.state
         self._index.touch(state, ids, scope.used_at)
-        refs = state.refs(scope.handles.tolist(), scope.shard)
+        refs = state.refs(scope.handles[scope.handles != NO_HANDLE].tolist(), scope.shard)
         self._staging.touch(state, refs, scope.used_at)
+        self._intake.offer_again(state, ids, scope.shard)
+        if self.tape is not None:
+            self.tape.prompt(scope.sequence, state.number, *_lengths(scope))
         self._observe(Arrived(scope.sequence, Owner(state.name, state.space.tenant), tuple(refs)))
 
     def _hint(self, session: Session, hint: m.Hint) -> m.Reply | None:
@@ -305,8 +345,10 @@ class GatewayAgent(Actor[None]):
             return m.Ok(
                 id=hint.id, count=self.hosts.end_scope(session, scope, Finished(scope.sequence, hint.reason))
             )
-        if hint.kind == "decode" and hint.group >= scope.state.layout.num_parts:
-            raise Refusal("malformed", f"group {hint.group} of a block with {scope.state.layout.num_parts}")
+        if hint.kind == "decode":
+            _check_decode(scope, hint)
+            if self._decode.hint(scope, hint):
+                return m.Ok(id=hint.id, count=1)
         self._observe(self._hint_event(scope, hint))
         return m.Ok(id=hint.id, count=1)
 
@@ -317,14 +359,18 @@ class GatewayAgent(Actor[None]):
         if hint.kind == "resume":
             return Resumed(scope.sequence)
         need_by = trio.current_time() + hint.need_ms / 1000
-        ranked = (Ranked(hint.group, self._refs_at(scope, hint.ranked), need_by),) if hint.ranked else ()
-        return DecodeStep(scope.sequence, hint.step, hint.group, self._refs_at(scope, hint.touched), ranked)
+        group = hint.group if hint.ranked_group is None else hint.ranked_group
+        ranked = (Ranked(group, self._refs_at(scope, hint.ranked), need_by),) if hint.ranked else ()
+        touched, masses = self._refs_at(scope, hint.touched), None
+        if hint.masses and len(touched) == len(hint.touched):
+            masses = tuple(MASS_OF[np.frombuffer(hint.masses, np.uint8)].tolist())
+        return DecodeStep(scope.sequence, hint.step, hint.group, touched, ranked, masses)
 
     @staticmethod
     def _refs_at(scope: Scope, positions: Sequence[int]) -> tuple[int, ...]:
         known = len(scope.handles)
-        handles = scope.handles[[p for p in positions if p < known]].tolist() if positions else []
-        return tuple(scope.state.refs(handles, scope.shard))
+        handles = scope.handles[[p for p in positions if p < known]] if positions else scope.handles[:0]
+        return tuple(scope.state.refs(handles[handles != NO_HANDLE].tolist(), scope.shard))
 
     def _reserve(self, session: Session, request: m.Reserve) -> m.ReserveReply:
         state = self.hosts.state(session, request.space, request.shard)
@@ -334,7 +380,7 @@ class GatewayAgent(Actor[None]):
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a reserve has either tokens or digests, or a scope that has")
         scope = self.hosts.open_scope(
-            session, request.request, state, request.tokens, request.digests, request.shard
+            session, request.request, state, request.tokens, request.digests, request.shard, request.chained
         )
         chain = self._index.chain(state, request.tokens, request.digests, request.first, request.count)
         if chain is None:
@@ -342,9 +388,35 @@ class GatewayAgent(Actor[None]):
                 "malformed", f"the prompt has fewer than {request.first + request.count} whole blocks"
             )
         grants = self._intake.reserve(
-            session.number, scope.number, state, chain, request.first, request.shard, request.tokens
-        )
+            session.number, scope.number, state, chain, request.first, request.shard, request.tokens,
+            request.chained,
+        )  # fmt: skip
         return m.ReserveReply(id=request.id, blocks=grants)
+
+    def _zone(self, session: Session, request: m.Zone) -> m.Ok:
+        state = self.hosts.state(session, request.space, request.shard)
+        if not self._placement.is_enabled:
+            return m.Ok(id=request.id)
+        slots = min(request.slots, self.config.placement.max_slots)
+        owner = self.hosts.new_owner()
+        self._placement.open_zone(session, state, request.shard, request.region, slots, owner)
+        return m.Ok(id=request.id, count=slots)
+
+    def _used(self, session: Session, request: m.Used) -> m.Ok:
+        """As a load of these blocks, but for the bytes: they are there already."""
+        scope = session.scopes.get(request.request)
+        if scope is None or scope.state.retired:
+            return m.Ok(id=request.id)  # it ended meanwhile
+        state, parts = scope.state, self._parts(scope.state, request.parts)
+        positions = [p for p in request.blocks if p < len(scope.handles)]
+        refs = state.refs(scope.handles[positions].tolist(), request.shard) if positions else []
+        for first, count in _runs(positions):
+            self._observe(Consumed(scope.sequence, first, count))
+        self._placement.used(session, state, request.shard, scope.sequence, refs)
+        session.counters.blocks += len(refs)
+        session.counters.landing += len(refs)
+        session.counters.bytes_loaded += len(refs) * sum(state.part_bytes[parts.start : parts.stop])
+        return m.Ok(id=request.id, count=len(refs))
 
     def _release(self, session: Session, request: m.Release) -> m.Ok:
         count = self._staging.release(request.leases, session.number)
@@ -354,6 +426,10 @@ class GatewayAgent(Actor[None]):
         scope = session.scopes.get(request.request)
         count = 0 if scope is None else self.hosts.end_scope(session, scope, SequenceGone(scope.sequence))
         return m.Ok(id=request.id, count=count)
+
+    def _delete(self, session: Session, request: m.Delete) -> m.Ok:
+        state = self.hosts.state(session, request.space)
+        return m.Ok(id=request.id, count=self._index.delete(state, request.digests))
 
     def _explain(self, session: Session, request: m.Explain) -> m.ExplainReply:
         state = self.hosts.state(session, request.space, request.shard)
@@ -387,35 +463,67 @@ class GatewayAgent(Actor[None]):
         scope = self.hosts.scope(session, request.request, request.shard)
         state = scope.state
         parts = self._parts(state, request.parts)
-        if request.landing is not None and len(request.landing.offsets) != request.count:
+        positions = request.blocks or range(request.first, request.first + request.count)
+        if request.landing is not None and len(request.landing.offsets) != len(positions):
             raise Refusal("malformed", "a landing needs one offset a block")
-        if request.first + request.count > len(scope.handles):
+        if max(positions) >= len(scope.handles):
             self._catch_up(scope)
-        handles = scope.handles[request.first : request.first + request.count].tolist()
-        self._observe(Consumed(scope.sequence, request.first, len(handles)))
         is_view = session.fabric == "shm" or request.landing is not None
         expires = None if is_view else deadline + self.config.staging.lease_s
-        acquired = await self._staging.acquire(
-            state, handles, request.shard, parts.mask, scope.number, scope.sequence, expires, deadline
-        )
-        acquired += [Acquired("miss", reason="beyond the matched prefix")] * (request.count - len(handles))
+        decoding = self._decode.takes(scope, positions, parts)
+        if decoding is not None:
+            acquired = await self._decode.acquire(decoding, parts.start, positions, expires, deadline)
+        else:
+            acquired = await self._acquire(scope, request, positions, parts, expires, deadline)
         if (
             session.scopes.get(scope.request) is not scope
         ):  # the scope ended while we waited: so did its leases
             self._staging.drop_leases(acquired)
             raise Refusal("cancelled", f"request {request.request!r} ended")
-        grants = [self._grant(state, one, parts) for one in acquired]
+        grants = [self._grant(state, one, parts, decoding) for one in acquired]
         if request.landing is not None:
             await self._push(session, state, request.landing, grants, deadline)
-        self._count_loads(session, state, scope, request.first, grants)
+        self._count_loads(session, state, scope, positions, grants)
         return m.LoadReply(
             id=request.id, blocks=grants, part_bytes=state.part_bytes[parts.start : parts.stop]
         )
 
+    async def _acquire(
+        self,
+        scope: Scope,
+        request: m.Load,
+        positions: Sequence[int],
+        parts: PartRun,
+        expires: float | None,
+        deadline: float,
+    ) -> list[Acquired]:
+        """From the space's ordinary staging, an answer for each position."""
+        handles = scope.handles[[p for p in positions if p < len(scope.handles)]].tolist()
+        if not request.blocks:
+            start, stop = scope.num_here(request.first), scope.num_here(request.first + len(handles))
+            self._observe(Consumed(scope.sequence, start, stop - start))
+        found = iter(
+            await self._staging.acquire(
+                scope.state,
+                handles,
+                request.shard,
+                parts.mask,
+                scope.number,
+                scope.sequence,
+                expires,
+                deadline,
+            )
+        )
+        beyond = Acquired("miss", reason="beyond the matched prefix")
+        return [next(found) if p < len(scope.handles) else beyond for p in positions]
+
     def _catch_up(self, scope: Scope) -> None:
         """More of the scope's prompt may be here by now: stored in it, or by others."""
-        ids = self._index.match(scope.state, scope.tokens, scope.digests)
-        more = scope.catch_up(scope.state.index.handles(ids))
+        if scope.chained:
+            ids = self._index.match(scope.state, scope.tokens, scope.digests)
+        else:
+            ids = self._index.find(scope.state, scope.digests or ())
+        more = scope.catch_up(scope.state.known_handles(ids))
         if more:
             self._observe(Stored(scope.sequence, tuple(scope.state.refs(more, scope.shard))))
 
@@ -426,7 +534,9 @@ class GatewayAgent(Actor[None]):
             raise Refusal("malformed", f"parts [{start}, {stop}) of a block with {state.layout.num_parts}")
         return PartRun(start, stop)
 
-    def _grant(self, state: SpaceState, one: Acquired, parts: PartRun) -> m.Grant:
+    def _grant(self, state: SpaceState, one: Acquired, parts: PartRun, decoding: Decoding | None) -> m.Grant:
+        if decoding is not None:
+            return self._decode.grant(decoding, parts.start, one)
         if one.status != "ok":
             return m.Grant(status=one.status, reason=one.reason)
         at = state.payload_at(one.slot, parts.start)
@@ -465,14 +575,19 @@ class GatewayAgent(Actor[None]):
                     grant.status, grant.reason = "error", error
 
     def _count_loads(
-        self, session: Session, state: SpaceState, scope: Scope, first: int, grants: Sequence[m.Grant]
+        self,
+        session: Session,
+        state: SpaceState,
+        scope: Scope,
+        positions: Sequence[int],
+        grants: Sequence[m.Grant],
     ) -> None:
         counters = session.counters
         counters.blocks += len(grants)
-        for i, grant in enumerate(grants):
+        for position, grant in zip(positions, grants, strict=True):
             if grant.status != "ok":
                 counters.misses[grant.status] = counters.misses.get(grant.status, 0) + 1
-                self._index.note_refusal(state, scope.handles, first + i, grant.status, grant.reason)
+                self._index.note_refusal(state, scope.handles, position, grant.status, grant.reason)
                 continue
             counters.bytes_loaded += grant.length
             if grant.source == "staging":
@@ -526,6 +641,8 @@ class GatewayAgent(Actor[None]):
             return m.ErrorReply(id=request.id, code=refusal.code, message=refusal.message)
         except BdevError as error:
             return m.ErrorReply(id=request.id, code="device", message=str(error))
+        except ConfigError as error:
+            return m.ErrorReply(id=request.id, code="cannot", message=str(error))
 
     async def _administer(self, request: m.AdminRequest) -> m.Reply:
         if isinstance(request, m.Stats):
@@ -535,6 +652,10 @@ class GatewayAgent(Actor[None]):
         if isinstance(request, m.Drain):
             self.on_drain()
             return m.Ok(id=request.id)
+        if isinstance(request, m.Record):
+            reply = await self.on_record(request.path)
+            reply.id = request.id
+            return reply
         state = self._index.spaces.get(request.space)
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
@@ -549,3 +670,32 @@ class GatewayAgent(Actor[None]):
             id=request.id,
             blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
         )
+
+
+def _lengths(scope: Scope) -> tuple[int, int]:
+    """Whole blocks and tokens of a scope's prompt; no tokens where the host gave digests."""
+    if scope.tokens is None:
+        return len(scope.digests or ()), 0
+    geometry = scope.state.space.geometry
+    return len(scope.tokens) // geometry.block_token_bytes, len(scope.tokens) // geometry.token_bytes
+
+
+def _check_decode(scope: Scope, hint: m.Hint) -> None:
+    """Refusal for a hint that cannot be of this space, or contradicts itself."""
+    num_parts = scope.state.layout.num_parts
+    for group in (hint.group, hint.ranked_group or 0):
+        if group >= num_parts:
+            raise Refusal("malformed", f"group {group} of a block with {num_parts}")
+    if hint.masses and len(hint.masses) != len(hint.touched):
+        raise Refusal("malformed", f"{len(hint.masses)} masses for {len(hint.touched)} touched blocks")
+    if hint.shard != scope.shard:
+        raise Refusal("malformed", f"shard {hint.shard} of a request that was looked up for {scope.shard}")
+
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of consecutive positions."""
+    start = 0
+    for i in range(1, len(positions) + 1):
+        if i == len(positions) or positions[i] != positions[i - 1] + 1:
+            yield positions[start], i - start
+            start = i

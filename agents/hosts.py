@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from dpurt.config import Config
-from dpurt.core.events import Event, SequenceGone
+from dpurt.core.events import Event, Finished, SequenceGone
 from dpurt.core.identity import check_same_space, conformance_vectors
 from dpurt.errors import ConfigError, SpaceMismatch
 from dpurt.wire import messages as m
@@ -69,6 +69,7 @@ class Hosts:
         self.counters: dict[str, HostCounters] = {}
         self.ended: dict[str, int] = {}
         self.is_draining = False
+        self.on_session_ended: list[Callable[[int], None]] = []
         fabric.on_link_closed = self.link_closed
 
     # --- sessions ---
@@ -170,6 +171,8 @@ class Hosts:
         session.ended = True
         self.ended[why] = self.ended.get(why, 0) + 1
         log.info("session_ended", session=session.number, host=session.host, why=why)
+        for tell in self.on_session_ended:
+            tell(session.number)
         may_read = self._fabric.may_still_read(session.fabric, session.number)
         for waiting in session.following:
             waiting.cancel()
@@ -197,6 +200,10 @@ class Hosts:
             self.end_session(session.routing_id, "silent")
 
     # --- scopes ---
+
+    def new_owner(self) -> int:
+        """A name for something else that holds leases for a session."""
+        return next(self._scope_numbers)
 
     def state(self, session: Session, name: str, shard: int = 0) -> SpaceState:
         """A space of this session at its present epoch, which has such a shard; or Refusal."""
@@ -229,7 +236,7 @@ class Hosts:
 
     def open_scope(
         self, session: Session, request: str, state: SpaceState,
-        tokens: bytes | None, digests: list[bytes] | None, shard: int,
+        tokens: bytes | None, digests: list[bytes] | None, shard: int, chained: bool = True,
     ) -> Scope:  # fmt: skip
         """The scope of a request, made when there is none. It remembers the longest form of its prompt.
 
@@ -240,14 +247,14 @@ class Hosts:
         scope = session.scopes.get(request)
         if scope is not None and scope.state is not state:
             raise Refusal("malformed", f"request {request!r} belongs to space {scope.state.name!r}")
-        if scope is not None and not scope.is_continued_by(tokens, digests):
+        if scope is not None and not scope.is_continued_by(tokens, digests, chained):
             raise Refusal("malformed", f"request {request!r} is open with another prompt: end it first")
         prompt_bytes, known = _prompt_bytes(tokens, digests), scope.prompt_bytes if scope is not None else 0
         total = session.prompt_bytes + prompt_bytes - known
         if total > self._config.gateway.max_prompt_bytes_per_client:
             raise Refusal("busy", f"the prompts of this client's open requests have {total} bytes")
         if scope is None:
-            scope = self._new_scope(session, request, state, tokens, digests)
+            scope = self._new_scope(session, request, state, tokens, digests, chained)
         if prompt_bytes > known:
             session.prompt_bytes, scope.prompt_bytes = total, prompt_bytes
             scope.tokens, scope.digests = tokens, digests
@@ -256,14 +263,14 @@ class Hosts:
 
     def _new_scope(
         self, session: Session, request: str, state: SpaceState,
-        tokens: bytes | None, digests: list[bytes] | None,
+        tokens: bytes | None, digests: list[bytes] | None, chained: bool,
     ) -> Scope:  # fmt: skip
         if self.is_draining:
             raise Refusal("draining", "this node is shutting down")
         if len(session.scopes) >= self._config.gateway.max_scopes_per_client:
             raise Refusal("busy", f"more than {len(session.scopes)} open requests")
         now = trio.current_time()
-        scope = Scope(next(self._scope_numbers), request, state, tokens, digests, 0, EMPTY, now, now)
+        scope = Scope(next(self._scope_numbers), request, state, tokens, digests, 0, EMPTY, now, now, chained)
         session.scopes[request] = scope
         self._staging.open_scope(scope.number, session.number)
         return scope
@@ -276,6 +283,12 @@ class Hosts:
             commit.cancel()
         count = self._staging.end_scope(scope.number, host_may_read=host_may_read)
         count += self._intake.end_scope(scope.number)
+        if isinstance(
+            event, Finished
+        ):  # all its blocks were used, heads and tails alike: heads outlive tails
+            self._staging.touch(
+                scope.state, scope.state.refs(scope.handles.tolist(), scope.shard), trio.current_time()
+            )
         self._observe(event)
         return count
 

@@ -16,6 +16,7 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
+from dpurt.core.block_table import key_words
 from dpurt.core.identity import ROOT_KEY, Space, chain_keys, digest_key, first_difference
 from dpurt.core.prefix_index import Dropped
 from dpurt.core.tombstones import Tombstones
@@ -82,6 +83,12 @@ class IndexAgent(Actor[None]):
             ids = state.index.match_keys([digest_key(state.fingerprint, d) for d in digests or ()])
         return ids[: state.index.resident_prefix(ids)]
 
+    def find(self, state: SpaceState, digests: Sequence[bytes]) -> NDArray[np.int32]:
+        """The id of each block by itself, -1 where the node cannot serve it (some shard is neither in staging nor on the bdev)."""
+        found = state.index.find([digest_key(state.fingerprint, digest) for digest in digests])
+        found[~state.index.are_resident(found)] = -1
+        return found
+
     def touch(self, state: SpaceState, ids: NDArray[np.int32], now: float) -> None:
         """The chain was used: it is young again, and its expiry starts anew."""
         state.index.touch(ids, now)
@@ -121,6 +128,16 @@ class IndexAgent(Actor[None]):
         """Is this shard of the block on one of our tiers?"""
         block_id = state.index.get(key)
         return block_id is not None and state.has_shard(block_id, shard)
+
+    def have_shard(self, state: SpaceState, keys: Sequence[bytes], shard: int) -> list[bool]:
+        """`has_shard` of many keys."""
+        table = state.index.table
+        ids = table.find_many(key_words(keys))
+        where = state.index.locations(ids)  # of an id of -1: any row
+        here: list[bool] = (
+            (ids >= 0) & ((where.slot[:, shard] >= 0) | (where.extent[:, shard] >= 0))
+        ).tolist()
+        return here
 
     def why_not(
         self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, position: int, shard: int
@@ -230,6 +247,16 @@ class IndexAgent(Actor[None]):
         """A block is gone, and with it its descendants."""
         self._gone(state, state.index.drop(block_id, now), reason, now, detail, first=block_id)
 
+    def delete(self, state: SpaceState, digests: Sequence[bytes]) -> int:
+        """A host does not want these blocks any more; how many were here."""
+        count, now = 0, trio.current_time()
+        for key in [digest_key(state.fingerprint, digest) for digest in digests]:
+            block_id = state.index.get(key)
+            if block_id is not None:
+                self.drop(state, block_id, "deleted", now)
+                count += 1
+        return count
+
     def enter(
         self,
         state: SpaceState,
@@ -252,6 +279,13 @@ class IndexAgent(Actor[None]):
         except (KeyError, ValueError):
             return None
 
+    def enter_each(self, state: SpaceState, keys: Sequence[bytes], now: float) -> NDArray[np.int32]:
+        """Records for blocks about to be placed that stand alone, existing ones kept as they are."""
+        for key in keys:
+            if state.index.get(key) is None:
+                state.index.insert_keys(ROOT_KEY, [key], now)
+        return state.index.find(keys)
+
     @contextmanager
     def pinned(self, state: SpaceState, ids: NDArray[np.int32]) -> Iterator[None]:
         """Records that stay while a store of them is under way; those that are nowhere at its end go."""
@@ -261,12 +295,15 @@ class IndexAgent(Actor[None]):
         finally:
             state.index.unpin(ids, trio.current_time())
 
-    def place(self, state: SpaceState, block_id: int, shard: int, slot: int, now: float) -> None:
-        """The block is in staging, new."""
-        state.index.set_slot(block_id, shard, slot)
+    def place(
+        self, state: SpaceState, ids: NDArray[np.int32], keys: Sequence[bytes], shard: int, slots: Sequence[int], now: float
+    ) -> None:  # fmt: skip
+        """The blocks with these keys are in staging, new."""
+        state.index.set_slots(ids, shard, slots)
         if state.ttl_s:
-            state.index.set_expiry(np.array([block_id], np.int32), now + state.ttl_s)
-        self.tombstones.discard(state.index.key(block_id))
+            state.index.set_expiry(ids, now + state.ttl_s)
+        for key in keys:
+            self.tombstones.discard(key)
 
     def slot_evicted(self, ref: int, now: float, why: str) -> None:
         """A block left its staging slot for another's sake (`why`); without a copy on the bdev it is gone."""

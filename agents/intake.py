@@ -4,6 +4,8 @@ A host writes into a *cell* of its own inbound region and commits with the parts
 into a staging slot and then checks the copy: a host that maps its region could change bytes after a check. Only then the
 block becomes visible; it is written behind to flash, its slot pinned until the device has it. At most `DIRTY_SHARE` of a
 pool may wait for the device, so that stores cannot fill staging: beyond it a commit waits, at most until its deadline.
+Where flash has an endurance budget (`dpurt.core.endurance`) what it does not admit stays in staging alone, and is offered
+again when it is used: parents always before children, since a child without its parent is lost.
 
 A reservation is single flight: while it stands, others are told ``in_flight``. It ends by commit, with its scope, or after
 `RESERVATION_S`, so a host that dies blocks nobody for long.
@@ -22,6 +24,7 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
+from dpurt.core.identity import ROOT_KEY
 from dpurt.core.record import RecordHeader, pack_header
 from dpurt.fabric.region import MemfdRegion
 from dpurt.wire import messages as m
@@ -29,6 +32,7 @@ from dpurt.wire import messages as m
 from .index import IndexAgent
 from .spaces import SpaceState
 from .storage import StorageAgent, WriteJob
+from .tape import Tape
 
 log = structlog.get_logger()
 OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
@@ -64,6 +68,7 @@ class Reserved:
     cell: int
     expires: float
     tokens: bytes | None
+    chained: bool
     transfers: int = 0
     is_committing: bool = False  # the commit gives it back
     given_back: bool = False
@@ -111,6 +116,7 @@ class Intake:
         self._numbers = itertools.count(1)
         self._region_ids: Callable[[], int] = itertools.count(1 << 20).__next__
         self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
+        self.tape: Tape | None = None
         self._cleaner = trio.lowlevel.ParkingLot()
         self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
         self.stored = 0
@@ -175,17 +181,23 @@ class Intake:
         first: int,
         shard: int,
         tokens: bytes | None,
+        chained: bool = True,
     ) -> list[m.Reservation]:
         """Room for the blocks ``chain[1:]``, at positions from `first`; ``chain[0]`` is the parent's key.
 
-        `tokens` of the whole prompt, from its start, where they are known.
+        `tokens` of the whole prompt, from its start, where they are known. Not `chained`, each block is the first of a
+        chain of its own.
         """
         expires = trio.current_time() + RESERVATION_S
+        places = [(chain[i], first + i) if chained else (ROOT_KEY, 0) for i in range(len(chain) - 1)]
+        are_here = self._index.have_shard(state, chain[1:], shard)
         return [
-            self._reserve_one(
-                session, owner, state, chain[i], chain[i + 1], first + i, shard, tokens, expires
+            m.Reservation(status="exists")
+            if is_here
+            else self._reserve_one(
+                session, owner, state, parent, key, position, shard, tokens, chained, expires
             )
-            for i in range(len(chain) - 1)
+            for key, (parent, position), is_here in zip(chain[1:], places, are_here, strict=True)
         ]
 
     def _reserve_one(
@@ -198,10 +210,9 @@ class Intake:
         position: int,
         shard: int,
         tokens: bytes | None,
+        chained: bool,
         expires: float,
     ) -> m.Reservation:
-        if self._index.has_shard(state, key, shard):
-            return m.Reservation(status="exists")
         if (state.number, key, shard) in self._reserving:
             return m.Reservation(status="in_flight")
         inbound = self._inbound[session]
@@ -209,7 +220,7 @@ class Intake:
             return m.Reservation(status="no_room")
         reserved = Reserved(
             next(self._numbers), session, owner, state, shard, key, parent, position, inbound.free.pop(),
-            expires, tokens,
+            expires, tokens, chained,
         )  # fmt: skip
         self._reserved[reserved.number] = self._reserving[state.number, key, shard] = reserved
         return m.Reservation(
@@ -278,13 +289,8 @@ class Intake:
 
     async def _take_in(self, run: Sequence[_Written], statuses: list[str]) -> None:
         """A run of consecutive blocks, all the way: entered, copied, checked, and visible or gone."""
-        first, state = run[0].reserved, run[0].reserved.state
-        keys = [written.reserved.key for written in run]
-        ids = None
-        if not state.retired:
-            ids = self._index.enter(
-                state, first.parent, keys, first.position, run[-1].reserved.tokens, trio.current_time()
-            )
+        state = run[0].reserved.state
+        ids = None if state.retired else self._enter(run)
         if ids is None:
             for written in run:
                 statuses[written.position] = "stale_epoch" if state.retired else "orphan"
@@ -294,9 +300,16 @@ class Intake:
             try:
                 await self._copy_and_check(arrivals)
             finally:
-                now = trio.current_time()
-                for arrival in arrivals:
-                    statuses[arrival.position] = self._admit(arrival, now)
+                self._admit(state, run[0].reserved.shard, arrivals, statuses)
+
+    def _enter(self, run: Sequence[_Written]) -> Ids | None:
+        """The records of a run's blocks; None when they fit nowhere."""
+        first, keys, now = run[0].reserved, [written.reserved.key for written in run], trio.current_time()
+        if not first.chained:
+            return self._index.enter_each(first.state, keys, now)
+        return self._index.enter(
+            first.state, first.parent, keys, first.position, run[-1].reserved.tokens, now
+        )
 
     def _claim(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[_Written]:
         """The reservations that stand. From now on they are this commit's, and nobody else gives them back."""
@@ -420,59 +433,157 @@ class Intake:
             )
         )
 
-    def _admit(self, arrival: _Arrival, now: float) -> str:
-        """The bytes are here and checked (or not): make the block visible, or nothing of it."""
-        reserved, state = arrival.reserved, arrival.reserved.state
-        pool = state.slab.pool
-        if state.retired or not (arrival.is_good and state.may_place(arrival.block_id, reserved.shard)):
-            pool.fill_failed(arrival.slot, state.layout.all_parts)
-            self._cleaned(state)
-            return "stale_epoch" if state.retired else "orphan" if arrival.is_good else "checksum"
-        self._write_header(arrival, now)
-        pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=True)
-        self._index.place(state, arrival.block_id, reserved.shard, arrival.slot, now)
-        self._storage.write(WriteJob(state, arrival.ref, arrival.slot, self._written))
-        return "stored"
+    def _admit(
+        self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], statuses: list[str]
+    ) -> None:
+        """The bytes are here and checked (or not): make the blocks visible, or nothing of them."""
+        now = trio.current_time()
+        stored: list[_Arrival] = []
+        for arrival in arrivals:
+            if state.retired or not arrival.is_good or not _has_parent(arrival, stored):
+                status = "stale_epoch" if state.retired else "orphan" if arrival.is_good else "checksum"
+                state.slab.pool.fill_failed(arrival.slot, state.layout.all_parts)
+                self._cleaned(state, 1)
+            else:
+                status = "stored"
+                stored.append(arrival)
+            statuses[arrival.position] = status
+        if stored:
+            self._make_visible(state, shard, stored, now)
 
-    def _cleaned(self, state: SpaceState) -> None:
-        self.dirty[state.slab.number] -= 1
+    def _make_visible(self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], now: float) -> None:
+        wall = self._wall(now)
+        count = self._num_admitted(state, shard, arrivals, now)
+        for i, arrival in enumerate(arrivals):
+            _write_header(arrival, wall)
+            state.slab.pool.fill_done(arrival.slot, state.layout.all_parts, now, pin=i < count)
+        ids = np.array([arrival.block_id for arrival in arrivals], np.int32)
+        keys = [arrival.reserved.key for arrival in arrivals]
+        self._index.place(state, ids, keys, shard, [arrival.slot for arrival in arrivals], now)
+        if self.tape is not None:
+            for i, arrival in enumerate(arrivals):
+                self.tape.taken(arrival.ref, now)
+                if i >= count:
+                    self.tape.written(arrival.ref, False, now)
+        for arrival in arrivals[:count]:
+            self._storage.write(WriteJob(state, arrival.handle, shard, arrival.slot, self._written))
+        if count < len(arrivals):
+            self._cleaned(state, len(arrivals) - count)
+
+    # --- endurance ---
+
+    def _num_admitted(self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], now: float) -> int:
+        """How many of these new blocks, from the first on, flash takes."""
+        budget = self._storage.budget
+        if budget is None:
+            return len(arrivals)
+        for i, arrival in enumerate(arrivals):
+            follows = i > 0 and arrivals[i - 1].reserved.key == arrival.reserved.parent
+            if not (follows or self._has_kept_parent(state, arrival.block_id, shard)):
+                return i
+            if not budget.admit(state.layout.record_bytes, now, is_again=False):
+                return i
+        return len(arrivals)
+
+    @staticmethod
+    def _has_kept_parent(state: SpaceState, block_id: int, shard: int) -> bool:
+        """Is the parent on flash, or on its way there?"""
+        parent = state.index.table.parent.item(block_id)
+        if parent < 0 or state.extent_of(parent, shard) >= 0:
+            return True
+        slot = state.slot_of(parent, shard)
+        return slot >= 0 and state.slab.pool.slot_info(slot).pins > 0
+
+    def offer_again(self, state: SpaceState, ids: Ids, shard: int) -> None:
+        """A chain, from its first block on, was asked for: write what the budget left out, as far as it lets."""
+        budget = self._storage.budget
+        if budget is None or state.retired:
+            return
+        pool, where, now = state.slab.pool, state.index.locations(ids), trio.current_time()
+        handles = state.index.handles(ids)
+        unwritten = np.flatnonzero((where.extent[:, shard] < 0) & (where.slot[:, shard] >= 0))
+        for i in unwritten.tolist():
+            slot = int(where.slot[i, shard])
+            if pool.slot_info(slot).pins:
+                continue  # on its way
+            if self._clean_room(state) < 1:
+                return
+            if not budget.admit(state.layout.record_bytes, now, is_again=True):
+                return
+            pool.pin(slot)
+            self.dirty[state.slab.number] = self.dirty.get(state.slab.number, 0) + 1
+            self._storage.write(WriteJob(state, int(handles[i]), shard, slot, self._written))
+
+    def _cleaned(self, state: SpaceState, count: int) -> None:
+        self.dirty[state.slab.number] -= count
         if self._cleaner:
             self._cleaner.unpark_all()
 
-    def _write_header(self, arrival: _Arrival, now: float) -> None:
-        reserved, state = arrival.reserved, arrival.reserved.state
-        step = state.space.geometry.block_token_bytes
-        at = reserved.position * step
-        header = RecordHeader(
-            key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
-            stored_at=self._wall(now),  # the index keeps the TTL, which runs from the last use
-            part_crcs=array("I", arrival.crcs), tokens=reserved.tokens[at : at + step] if reserved.tokens else b"",
-            position=reserved.position,
-        )  # fmt: skip
-        pack_header(state.slab.image(arrival.slot), state.layout, header)
+    def _written(self, jobs: Sequence[WriteJob], places: Sequence[int | None]) -> None:
+        """The device has these records (or never will)."""
+        state = jobs[0].state
+        if self.tape is not None:
+            for job, place in zip(jobs, places, strict=True):
+                self.tape.written(state.ref(job.handle, job.shard), place is not None, trio.current_time())
+        self._cleaned(state, len(jobs))
+        for job in jobs:
+            state.slab.pool.unpin(job.slot)
+        for shard in {job.shard for job in jobs}:
+            mine = [(job, place) for job, place in zip(jobs, places, strict=True) if job.shard == shard]
+            extents = [place for _, place in mine if place is not None]
+            if len(extents) == len(mine):
+                self._enter_extents(state, shard, [job for job, _ in mine], extents)
+            else:  # they stay in staging; their eviction will be a loss
+                self.writes_lost += len(mine)
 
-    def _written(self, job: WriteJob, extent: int | None) -> None:
-        """The device has the record (or never will)."""
-        state = job.state
-        self._cleaned(state)
-        state.slab.pool.unpin(job.slot)
-        handle, shard = state.unref(job.ref)
-        block_id = state.block_id(handle)
-        if extent is None:
-            self.writes_lost += 1  # it stays in staging; its eviction will be a loss
-        elif block_id < 0 or state.slot_of(block_id, shard) != job.slot:
-            self._storage.store.forget(extent)  # dropped meanwhile: a pinned slot leaves no other way
-        else:
-            state.index.set_extent(block_id, shard, extent)
+    def _enter_extents(
+        self, state: SpaceState, shard: int, jobs: Sequence[WriteJob], extents: Sequence[int]
+    ) -> None:
+        ids = state.index.resolve(np.array([job.handle for job in jobs], np.int64))
+        slots = state.index.locations(ids).slot[:, shard]
+        is_there = (ids >= 0) & (slots == [job.slot for job in jobs]) & (not state.retired)
+        if not is_there.all():
+            for i in np.flatnonzero(
+                ~is_there
+            ).tolist():  # dropped meanwhile: a pinned slot leaves no other way
+                self._storage.store.forget(extents[i])
+            ids, extents = ids[is_there], [extents[i] for i in np.flatnonzero(is_there).tolist()]
+        state.index.set_extents(ids, shard, extents)
+
+
+def _has_parent(arrival: _Arrival, stored: Sequence[_Arrival]) -> bool:
+    """Is the block's parent one of ours, or the last of those about to be?"""
+    reserved = arrival.reserved
+    if stored and stored[-1].reserved.key == reserved.parent:
+        return True
+    return reserved.state.may_place(arrival.block_id, reserved.shard)
+
+
+def _write_header(arrival: _Arrival, wall: float) -> None:
+    reserved, state = arrival.reserved, arrival.reserved.state
+    step = state.space.geometry.block_token_bytes
+    at = reserved.position * step
+    header = RecordHeader(
+        key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
+        stored_at=wall,  # the index keeps the TTL, which runs from the last use
+        part_crcs=array("I", arrival.crcs), tokens=reserved.tokens[at : at + step] if reserved.tokens else b"",
+        position=reserved.position,
+    )  # fmt: skip
+    pack_header(state.slab.image(arrival.slot), state.layout, header)
 
 
 def _runs(written: Sequence[_Written]) -> list[list[_Written]]:
-    """As runs of consecutive blocks of one chain."""
+    """As runs of consecutive blocks of one chain, or of blocks that stand alone."""
     runs: list[list[_Written]] = []
     for one in written:
-        last = runs[-1][-1].reserved if runs else None
-        if last is not None and last.key == one.reserved.parent and last.state is one.reserved.state:
+        if runs and _follows(runs[-1][-1].reserved, one.reserved):
             runs[-1].append(one)
         else:
             runs.append([one])
     return runs
+
+
+def _follows(last: Reserved, this: Reserved) -> bool:
+    if last.state is not this.state or last.chained != this.chained:
+        return False
+    return last.key == this.parent or not this.chained

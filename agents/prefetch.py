@@ -7,6 +7,8 @@ turn of the loop can produce is bounded by the messages' limits.
 
 Prefetch is advice: if the core fails, the event in hand is lost and every request goes on by demand reads. Restart: the core's
 state and the queue are kept. Failing too often, it gives up: the node goes on without prefetch.
+
+A `tape`, where there is one, notes what the core is told and decides; without a core it notes the events all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dpurt.core.prefetch import CancelFetch, Command, PrefetchCore
 from dpurt.runtime.actor import Actor
 
 from .staging import StagingAgent
+from .tape import Tape
 
 log = structlog.get_logger()
 PREFETCH_DEADLINE_S = 5.0
@@ -39,14 +42,20 @@ class PrefetchAgent(Actor[None]):
         super().__init__(1)
         self.core = core
         self._staging = staging
-        self._events: deque[Event] = deque()
+        self.tape: Tape | None = None
+        self.events_seen = 0
+        self._events: deque[tuple[Event, float]] = deque()  # with when they came
         self._wake = trio.Event()
 
     def observe(self, event: Event) -> None:
         """Something happened. Handled soon, in order."""
+        now = trio.current_time()
+        self.events_seen += 1
         if self.core is not None:
-            self._events.append(event)
+            self._events.append((event, now))
             self._wake.set()
+        elif self.tape is not None:
+            self.tape.told(event, now, now)
 
     def give_up(self) -> None:
         """No more prefetch."""
@@ -66,11 +75,21 @@ class PrefetchAgent(Actor[None]):
             with trio.move_on_at(self._due(self.core)):
                 await self._wake.wait()
                 continue
-            self._carry_out(self.core.tick(trio.current_time()))
+            self._tick(self.core)
 
     def _handle_some(self, core: PrefetchCore) -> None:
         for _ in range(min(BATCH, len(self._events))):
-            self._carry_out(core.handle(self._events.popleft(), trio.current_time()))
+            event, heard = self._events.popleft()
+            now = trio.current_time()
+            if self.tape is not None:
+                self.tape.told(event, now, heard)
+            self._carry_out(core.handle(event, now))
+
+    def _tick(self, core: PrefetchCore) -> None:
+        now = trio.current_time()
+        if self.tape is not None:
+            self.tape.ticked(now)
+        self._carry_out(core.tick(now))
 
     @staticmethod
     def _due(core: PrefetchCore) -> float:
@@ -78,6 +97,8 @@ class PrefetchAgent(Actor[None]):
         return now + IDLE_S if due is None else max(due, now + MIN_TICK_S)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
+        if self.tape is not None:
+            self.tape.decided(commands)
         for command in commands:
             if isinstance(command, CancelFetch):
                 self._staging.cancel_prefetch(command.job)

@@ -136,6 +136,8 @@ class Reclaimer:
             places = await self._storage.store.append(
                 state.layout, images, deadline=deadline, is_reappend=True
             )
+            if self._storage.budget is not None:
+                self._storage.budget.charge(len(images) * state.layout.record_bytes)
         except (StoreFull, BdevError):
             return False
         finally:

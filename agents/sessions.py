@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from dpurt.agents.spaces import SpaceState
 
+NO_HANDLE = -1  # of a block that is not here
+
 
 @dataclass(slots=True)
 class Scope:
@@ -28,6 +30,7 @@ class Scope:
     handles: NDArray[np.int64]
     opened_at: float
     used_at: float
+    chained: bool = True  # else each of its digests stands alone, and `handles` has one for each, NO_HANDLE where it is not here
     prompt_bytes: int = 0
     commits: set[trio.CancelScope] = field(default_factory=set)  # under way: they end with the scope
 
@@ -36,8 +39,14 @@ class Scope:
         """The name the prefetch core knows it by."""
         return self.number
 
-    def is_continued_by(self, tokens: bytes | None, digests: list[bytes] | None) -> bool:
+    def num_here(self, stop: int) -> int:
+        """How many of its blocks before position `stop` were here: the prefetch core knows those only."""
+        return int(np.count_nonzero(self.handles[:stop] != NO_HANDLE))
+
+    def is_continued_by(self, tokens: bytes | None, digests: list[bytes] | None, chained: bool) -> bool:
         """Is this prompt the scope's, or a longer or shorter form of it?"""
+        if chained != self.chained:
+            return False
         if tokens is not None and self.tokens is not None:
             shorter, longer = sorted((tokens, self.tokens), key=len)
             return longer.startswith(shorter)
@@ -46,7 +55,10 @@ class Scope:
         return False
 
     def catch_up(self, handles: NDArray[np.int64]) -> list[int]:
-        """What its prompt matches now, blocks stored meanwhile (by whomever) included; returns those that are new to it."""
+        """What its prompt matches now, blocks stored meanwhile (by whomever) included; returns those that follow what it had."""
+        if not self.chained:
+            self.handles = handles
+            return []
         known = len(self.handles)
         if len(handles) >= known:
             self.handles = handles
@@ -62,6 +74,7 @@ class HostCounters:
     blocks: int = 0
     staging: int = 0
     nvme: int = 0
+    landing: int = 0  # found in the host's landing zone
     misses: dict[str, int] = field(default_factory=dict)
     bytes_loaded: int = 0
     stored: int = 0

@@ -11,6 +11,9 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dpurt.core.block_table import FIRST_SLOT
 from dpurt.core.identity import Space
 from dpurt.core.prefix_index import PrefixIndex
@@ -31,7 +34,8 @@ def number_of(ref: int) -> int:
 class Slab:
     """A space's share of its trust domain's region: `pool.num_slots` slots of `stride` bytes from `start`.
 
-    One per space for the life of the node; it outlives epochs. Slots hold record images (header, then payload).
+    One per space for the life of the node, and one more for its decode staging; they outlive epochs. Slots hold record
+    images (header, then payload).
     """
 
     number: int
@@ -39,11 +43,17 @@ class Slab:
     start: int
     stride: int
     pool: StagingPool
+    holds_parts: bool = False  # decode staging: header and one part a slot
 
     def image(self, slot: int) -> memoryview:
         """The record image in a slot."""
         at = self.start + slot * self.stride
         return self.region.view[at : at + self.stride]
+
+    def crcs(self, slot: int, start: int, stop: int) -> list[int]:
+        """The CRC-32Cs of parts [start, stop) of the record in a slot, from its (verified) header."""
+        at = self.start + slot * self.stride + CRCS_AT + 4 * start
+        return list(struct.unpack_from(f"<{stop - start}I", self.region.view, at))
 
 
 @dataclass(slots=True)
@@ -89,6 +99,10 @@ class SpaceState:
         """The handle of a live id."""
         return int(self.index.table.generation[block_id]) << 32 | block_id
 
+    def known_handles(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """The handle of each id; -1 stays -1, and is no block's handle."""
+        return np.where(ids >= 0, self.index.handles(ids), -1)
+
     def slot_of(self, block_id: int, shard: int) -> int:
         """The slot the index knows for a shard, -1 when there is none."""
         return self.index.table.where.item(block_id, FIRST_SLOT + shard)
@@ -112,6 +126,5 @@ class SpaceState:
         return at + self.layout.header_bytes + self.layout.part_offsets[part_start]
 
     def crcs(self, slot: int, start: int, stop: int) -> list[int]:
-        """The CRC-32Cs of parts [start, stop) of the record in a slot, from its (verified) header."""
-        at = self.slab.start + slot * self.slab.stride + CRCS_AT + 4 * start
-        return list(struct.unpack_from(f"<{stop - start}I", self.slab.region.view, at))
+        """See `Slab.crcs`."""
+        return self.slab.crcs(slot, start, stop)

@@ -28,6 +28,7 @@ from dpurt.runtime.actor import Actor
 from .index import IndexAgent
 from .spaces import Slab, SpaceState, number_of
 from .storage import ReadJob, StorageAgent
+from .tape import Tape
 
 log = structlog.get_logger()
 SLAB_BITS = 12  # of a lease number: which slab
@@ -103,9 +104,11 @@ class StagingAgent(Actor[None]):
         self._session_of: dict[int, int] = {}
         self._unreadable: set[int] = set()  # blocks whose last read failed
         self.observe: Callable[[Event], None] = lambda event: None
+        self.tape: Tape | None = None
         self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
         self.foreign_releases = 0
         self.housekeeping: list[Callable[[float], None]] = []
+        self.on_staged: list[Callable[[int], None]] = []  # told of each block a read brought
         index.on_dropped.append(self._on_dropped)
         index.on_evicted.append(lambda ref: self.observe(Evicted(ref)))
 
@@ -173,7 +176,12 @@ class StagingAgent(Actor[None]):
 
     def free_bytes(self) -> int:
         """Staging bytes that could take a block now: free, or evictable."""
-        return sum(slab.pool.num_available * slab.stride for slab in self.slabs)
+        return sum(slab.pool.num_available * slab.stride for slab in self.slabs if not slab.holds_parts)
+
+    def price(self, ref: int, now: float) -> float:
+        """What the block that leaves for this one is worth to those who predict; 0 while there is a free slot."""
+        state = self._index.by_number.get(number_of(ref))
+        return 0.0 if state is None else state.slab.pool.price(now)
 
     def is_whole(self, state: SpaceState, handle: int, shard: int) -> bool:
         """Does staging hold every part?"""
@@ -207,8 +215,11 @@ class StagingAgent(Actor[None]):
         gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
         refs = state.refs(handles, shard)
         wheres = self._want_all(state, refs, handles, shard, parts_mask, gather, deadline)
+        wanted = (
+            None if parts_mask == state.layout.all_parts else parts_mask
+        )  # as predictions name a whole block
         for ref, where in zip(refs, wheres, strict=True):
-            self.observe(Demanded(ref, sequence, where, parts_mask))
+            self.observe(Demanded(ref, sequence, where, wanted))
         if gather.missing:
             try:
                 with trio.move_on_at(deadline):
@@ -255,10 +266,15 @@ class StagingAgent(Actor[None]):
                 has_room = False
                 gather.blocks[position] = Acquired("no_room", reason="every staging slot is in use")
                 continue
-            self._storage.promote(flight.job)
+            self._want(flight, now)
             gather.missing += 1
             flight.waiting.append(Waiting(gather, position, mask, deadline))
         return wheres
+
+    def _want(self, flight: Flight, now: float) -> None:
+        if self.tape is not None and not flight.job.is_demand:
+            self.tape.wanted(flight.ref, now)
+        self._storage.promote(flight.job)
 
     def _where_unstaged(self, state: SpaceState, ref: int, handle: int, shard: int) -> Where:
         if ref in self._flights:
@@ -270,6 +286,18 @@ class StagingAgent(Actor[None]):
     ) -> Acquired:
         lease = state.slab.pool.lease(slot, gather.owner, mask, gather.expires, now)
         return Acquired("ok", slot, (lease << SLAB_BITS) | state.slab.number, source)
+
+    def lease_staged(self, ref: int, owner: int) -> Acquired | None:
+        """A lease on a block that is staged whole, for a push of our own. No demand, and nothing is read for it."""
+        state = self._index.by_number.get(number_of(ref))
+        if state is None or state.retired:
+            return None
+        pool, mask = state.slab.pool, state.layout.all_parts
+        slot = self._ready(pool, ref, mask)
+        if slot is None:
+            return None
+        lease = pool.lease(slot, owner, mask, None, trio.current_time())
+        return Acquired("ok", slot, (lease << SLAB_BITS) | state.slab.number, "staging")
 
     # --- flights ---
 
@@ -324,16 +352,22 @@ class StagingAgent(Actor[None]):
             self._by_job[job] = flight
         if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
             self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
+        if self.tape is not None:
+            self.tape.queued(ref, self.record_bytes(ref, taken.to_fill), job, now)
         self._storage.read(read)
         return flight
 
     def _landed(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
         flight = self._flights.pop(job.ref)
         now = trio.current_time()
+        if self.tape is not None:
+            self.tape.completed(job.ref, job.began, status, now)
         status = self._end_fill(flight, status, settled, now)
         for waiting in flight.waiting:
             if not waiting.gather.is_over:
                 self._answer(flight, waiting, status, now)
+        for tell in self.on_staged if status == "ok" else ():
+            tell(job.ref)
         if flight.prefetch_job is not None:
             self._by_job.pop(flight.prefetch_job, None)
             landed = status == "ok"
@@ -430,6 +464,10 @@ class StagingAgent(Actor[None]):
     def open_scope(self, owner: int, session: int) -> None:
         """From now on `owner` may hold leases, on behalf of `session`."""
         self._session_of[owner] = session
+
+    def session_of(self, owner: int) -> int | None:
+        """On whose behalf an open scope holds leases."""
+        return self._session_of.get(owner)
 
     def end_scope(self, owner: int, *, host_may_read: bool) -> int:
         """Everything the scope holds is free or quarantined when this returns; how many things that were.

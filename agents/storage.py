@@ -22,14 +22,16 @@ import trio
 
 from dpurt.agents.block_store import StoreFull
 from dpurt.agents.flash import RETRY_S, FlashTier
-from dpurt.core.record import RecordError
+from dpurt.core.endurance import WriteBudget
+from dpurt.core.record import RecordError, RecordLayout
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
 
 from .spaces import SpaceState
 
 log = structlog.get_logger()
-WRITE_BATCH = 16
+WRITE_BATCH = 64  # blocks, at most
+WRITE_BATCH_BYTES = 4 << 20
 FIRST_RATE = 1e9  # bytes a second, until measured
 _STATUS = {"key": "stale", "shard": "stale", "stale": "stale", "expired": "expired"}  # all else is a checksum
 
@@ -55,16 +57,33 @@ class ReadJob:
     done: Callable[[ReadJob, str, Callable[[], Awaitable[None]] | None], None]
     started: bool = False
     queued: bool = True
+    began: float | None = None  # when the device was given it
+    layout: RecordLayout | None = (
+        None  # of `image`: where the bytes go, if not into a slot of the space's own slab
+    )
+    image: memoryview | None = None
+
+    def destination(self) -> tuple[RecordLayout, memoryview]:
+        """Where the bytes go."""
+        return self.layout or self.state.layout, self.image or self.state.slab.image(self.slot)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of the image it fills."""
+        return (self.layout or self.state.layout).record_bytes
 
 
 @dataclass(slots=True, eq=False)
 class WriteJob:
-    """Append the record image in a slot. `done(job, offset)`: its place, or None when it could not be written."""
+    """Append the record image in a slot. `done(jobs, places)` tells of several at once, in the order they were queued:
+    where each lies, or None when it could not be written.
+    """
 
     state: SpaceState
-    ref: int
+    handle: int
+    shard: int
     slot: int
-    done: Callable[[WriteJob, int | None], None]
+    done: Callable[[Sequence[WriteJob], Sequence[int | None]], None]
     timed_out: bool = False
 
 
@@ -81,6 +100,7 @@ class StorageAgent(Actor[None]):
         self._demand: deque[ReadJob] = deque()
         self._prefetch: deque[ReadJob] = deque()
         self._writes: deque[WriteJob] = deque()
+        self.budget: WriteBudget | None = None  # of flash's endurance; None: everything is written
         self._idle = trio.lowlevel.ParkingLot()
         self._writing = 0
         self._prefetching = 0
@@ -100,7 +120,7 @@ class StorageAgent(Actor[None]):
         """Queue a read."""
         (self._demand if job.is_demand else self._prefetch).append(job)
         if job.is_demand:
-            self.bytes_wanted += job.state.layout.record_bytes
+            self.bytes_wanted += job.record_bytes
         self._wake_worker()
 
     def promote(self, job: ReadJob) -> None:
@@ -108,7 +128,7 @@ class StorageAgent(Actor[None]):
         if job.is_demand:
             return
         job.is_demand = True
-        self.bytes_wanted += job.state.layout.record_bytes
+        self.bytes_wanted += job.record_bytes
         if not job.started:
             self._demand.append(job)  # its place in the prefetch queue is skipped later
             self._wake_worker()
@@ -122,9 +142,10 @@ class StorageAgent(Actor[None]):
         return True
 
     def write(self, job: WriteJob) -> None:
-        """Queue a write. Those queued in one go share workers, `WRITE_BATCH` a worker."""
+        """Queue a write. Those queued in one go share workers, a batch each."""
         self._writes.append(job)
-        if len(self._writes) % WRITE_BATCH == 1:
+        most = _batch_size(job.state)
+        if len(self._writes) % most == 1 % most:
             self._wake_worker()
 
     def _wake_worker(self) -> None:
@@ -199,10 +220,11 @@ class StorageAgent(Actor[None]):
 
     async def _do_read(self, job: ReadJob) -> None:
         status, settled = "error", None
-        began = trio.current_time()
+        began = job.began = trio.current_time()
+        layout, image = job.destination()
         try:
             await self.store.read(
-                job.state.layout, job.extent, job.state.slab.image(job.slot),
+                layout, job.extent, image,
                 key=job.key, shard=job.shard, parts_mask=job.parts_mask,
                 deadline=min(job.deadline, began + self.deadline_s),  # a host's patience is no device's excuse
             )  # fmt: skip
@@ -224,14 +246,14 @@ class StorageAgent(Actor[None]):
     def _finish(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
         self.read_status[status] = self.read_status.get(status, 0) + 1
         if job.is_demand:
-            self.bytes_wanted -= job.state.layout.record_bytes
+            self.bytes_wanted -= job.record_bytes
         job.done(job, status, settled)
 
     async def _write_some(self) -> None:
         batch = [self._writes.popleft()]
         room = self.store.room(batch[0].state.layout)  # without any: one, a reclaim makes room
-        most = min(WRITE_BATCH, room)
-        while self._writes and len(batch) < most and self._writes[0].state is batch[0].state:
+        most = min(_batch_size(batch[0].state), room)
+        while self._writes and len(batch) < most and _go_together(batch[0], self._writes[0]):
             batch.append(self._writes.popleft())
         self._writing += 1
         try:
@@ -251,8 +273,8 @@ class StorageAgent(Actor[None]):
                 self.write_failures += len(batch)
                 log.warning("write_failed", blocks=len(batch), detail=str(error))
         finally:
-            for job, offset in zip(batch, offsets, strict=False):
-                job.done(job, offset)
+            if batch:
+                batch[0].done(batch, offsets)
 
     async def _may_try_again(self, batch: Sequence[WriteJob], error: BdevError) -> bool:
         """Wait until the device is done with the slots, or worth another try. A device that is away may be so for as long
@@ -291,9 +313,18 @@ class StorageAgent(Actor[None]):
 
     def _measure(self, job: ReadJob, began: float) -> None:
         elapsed = max(trio.current_time() - began, 1e-6)
-        rate = job.state.layout.record_bytes / elapsed * max(1, self._reading + self._prefetching)
+        rate = job.record_bytes / elapsed * max(1, self._reading + self._prefetching)
         self._rate += 0.05 * (rate - self._rate)
 
     def estimate_s(self, num_bytes: int) -> float:
         """Until so many more bytes are read, behind what is wanted already, at the rate lately seen."""
         return (self.bytes_wanted + num_bytes) / self._rate if num_bytes else 0.0
+
+
+def _batch_size(state: SpaceState) -> int:
+    """How many records one device write carries."""
+    return max(1, min(WRITE_BATCH, WRITE_BATCH_BYTES // state.layout.record_bytes))
+
+
+def _go_together(one: WriteJob, other: WriteJob) -> bool:
+    return one.state is other.state and one.done == other.done

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from dpurt.bench.result import BenchResult, Figure
 from dpurt.core.attention_pool import PoolBudget
+from dpurt.core.attention_tally import Tally
 from dpurt.core.device_profiles import DEVICES
 from dpurt.replay.attention import (
     POLICIES,
     AttentionPolicy,
     AttentionScenario,
-    Tally,
     closed_percent,
     replay_attention,
 )

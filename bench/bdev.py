@@ -2,17 +2,19 @@
 sides.
 
 One file is read through each row of `ROWS`: directly, and through a back end that serves it with O_DIRECT
-(qemu-storage-daemon for vhost-user). fio reads the file itself, with the faster of its asynchronous engines at each
-shape, into the very region the bdev reads into (see `bench.file` for why that matters). Ours and fio take turns;
-each run reads the file once in random order. Both have the same depth in the device; beyond depth 1 ours has two
-readers more, so two reads wait in the bdev's own queue, as in a node's batches. CPU is that of our process alone: a
-back end's own is not counted, as it would run on another core or in SPDK. *Verified* adds the CRC-32C of every
-block, which is what the block store does.
+(qemu-storage-daemon for vhost-user; for NVMe/TCP a real SPDK target on an AIO bdev, if DPURT_SPDK_TGT names one: nearly
+all of its time is the target's and TCP's, and `bench spdk` has SPDK's own initiator beside ours). fio reads the file
+itself, with the faster of its asynchronous engines at each shape, into the very region the bdev reads into (see
+`bench.file` for why that matters). Ours and fio take turns; each run reads the file once in random order. Both have the
+same depth in the device; beyond depth 1 ours has two readers more, so two reads wait in the bdev's own queue, as in a
+node's batches. CPU is that of our process alone: a back end's own is not counted, as it would run on another core or in
+SPDK. *Verified* adds the CRC-32C of every block, which is what the block store does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -22,12 +24,17 @@ import trio
 
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.file import FileBdev
+from dpurt.bdev.nvme_tcp import NvmeTcpBdev
+from dpurt.bdev.spdk_process import OwnTarget, TargetFailed, start_target
+from dpurt.bdev.spdk_rpc import open_spdk_rpc
 from dpurt.bdev.vhost_user import VhostUserBdev
 from dpurt.bench.fio import PATIENCE_S, Rig, Shape, best_engine, figures, fill
 from dpurt.bench.result import BenchResult
+from dpurt.bench.spdk import PORT, SUBNQN, export_tcp
 from dpurt.testing.qemu_storage import QEMU_STORAGE_DAEMON, QemuStorage, file_node
 
-SUMMARY = "device to arena: bdevs beside fio on the same file (file, vhost-user on qemu-storage-daemon)"
+SUMMARY = "device to arena: bdevs beside fio on the same file (file, vhost-user on qemu-storage-daemon, NVMe/TCP on SPDK)"
+SPDK_TGT = os.environ.get("DPURT_SPDK_TGT", "")
 FILE_BYTES = 1 << 29
 WAITING = 2  # readers more than the depth
 SHAPES = tuple(
@@ -56,12 +63,31 @@ async def _open_vhost_user(rig: Rig, depth: int) -> AsyncIterator[Bdev]:
             yield bdev
 
 
+@contextlib.asynccontextmanager
+async def _open_nvme_tcp(rig: Rig, depth: int) -> AsyncIterator[Bdev]:
+    folder = rig.path.parent
+    own = OwnTarget(folder)
+    rpc_path = folder / "rpc.sock"
+    await start_target(own, SPDK_TGT, rpc_path, cpumask="0x1", use_huge=False, budget_s=60)
+    try:
+        async with open_spdk_rpc(rpc_path) as rpc:
+            aio = {"name": "A0", "filename": str(rig.path), "block_size": 4096}
+            await rpc.call("bdev_aio_create", aio, deadline=trio.current_time() + PATIENCE_S)
+            await export_tcp(rpc, "A0")
+            async with contextlib.aclosing(await NvmeTcpBdev.open([("127.0.0.1", PORT)], SUBNQN)) as bdev:
+                yield bdev
+    finally:
+        with contextlib.suppress(TargetFailed), trio.CancelScope(shield=True):
+            await own.stop(20)
+
+
 ROWS: dict[str, tuple[Opener, str | None]] = {  # opener, and what is missing to open it here
     "file": (_open_file, None),
     "vhost_user": (
         _open_vhost_user,
         None if QEMU_STORAGE_DAEMON else "qemu-storage-daemon (Debian package qemu-system-common)",
     ),
+    "nvme_tcp": (_open_nvme_tcp, None if SPDK_TGT else "SPDK, and name its spdk_tgt in DPURT_SPDK_TGT"),
 }
 
 

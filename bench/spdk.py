@@ -123,16 +123,21 @@ def _conditions(rig: _Rig) -> dict[str, object]:
     return conditions
 
 
+async def export_tcp(rpc: SpdkRpc, bdev: str) -> None:
+    """Serve a bdev of the target as the one namespace of `SUBNQN`, over NVMe/TCP at `PORT` of loopback."""
+    listener = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(PORT)}
+    await _call(rpc, "nvmf_create_transport", trtype="TCP", max_io_size=2 << 20)
+    await _call(rpc, "nvmf_create_subsystem", nqn=SUBNQN, allow_any_host=True)
+    await _call(rpc, "nvmf_subsystem_add_ns", nqn=SUBNQN, namespace={"bdev_name": bdev})
+    await _call(rpc, "nvmf_subsystem_add_listener", nqn=SUBNQN, listen_address=listener)
+
+
 # --- rows ---
 
 
 async def _nvme_rows(rig: _Rig, rpc: SpdkRpc, result: BenchResult) -> dict[tuple[int, int], float]:
     """Rows of our initiator; what SPDK's own reached at each shape."""
-    listener = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(PORT)}
-    await _call(rpc, "nvmf_create_transport", trtype="TCP", max_io_size=2 << 20)
-    await _call(rpc, "nvmf_create_subsystem", nqn=SUBNQN, allow_any_host=True)
-    await _call(rpc, "nvmf_subsystem_add_ns", nqn=SUBNQN, namespace={"bdev_name": "M0"})
-    await _call(rpc, "nvmf_subsystem_add_listener", nqn=SUBNQN, listen_address=listener)
+    await export_tcp(rpc, "M0")
     reached: dict[tuple[int, int], float] = {}
     async with contextlib.aclosing(await NvmeTcpBdev.open([("127.0.0.1", PORT)], SUBNQN)) as bdev:
         for size, depth in SHAPES:

@@ -214,7 +214,7 @@ class _AllowAll:
 
 async def _serve() -> None:
     """What the node process does, until it is killed."""
-    fabric = VerbsFabric(_AllowAll(), find())
+    fabric = VerbsFabric(_AllowAll(), [find()])
     for region_id, writer in ((SHARED, None), (INBOUND, SESSION)):
         fabric.add_region(MemfdRegion(region_id, f"bench {region_id}", REGION_BYTES), None, writer)
     fabric.admit(SESSION, TOKEN, [SHARED], [INBOUND])

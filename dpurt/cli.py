@@ -28,10 +28,12 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 COMMANDS = {
     "serve": ("dpurt.commands.serve", "run one node"),
     "demo": ("dpurt.commands.demo", "see it work: nodes, hosts and real bytes on this machine"),
+    "smollm2": ("dpurt.commands.smollm2", "a real model decodes with its cold KV in a node"),
     "replay": ("dpurt.replay.cli", "compare prefetch policies on a request trace"),
     "compare": ("dpurt.commands.compare", "two reports of replay side by side"),
     "size": ("dpurt.commands.size", "how much KV, staging, bandwidth and money a load needs"),
     "stats": ("dpurt.commands.stats", "a running node's counters"),
+    "record": ("dpurt.commands.record", "record what a running node does, for replay"),
     "explain": ("dpurt.commands.explain", "why blocks were hits or misses"),
     "epoch": ("dpurt.commands.epoch", "make all blocks of old weights unreachable"),
     "bench": ("dpurt.commands.bench", "measure dpurt beside its peers"),

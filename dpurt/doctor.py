@@ -42,9 +42,10 @@ from dpurt.config import (
     rules,
 )  # fmt: skip
 from dpurt.config.schema import names_device
-from dpurt.errors import ConfigError, RdmaUnavailable
+from dpurt.errors import ConfigError
 from dpurt.rdma.binding import missing
-from dpurt.rdma.device import RdmaDevice, discover, find, why_off
+from dpurt.rdma.device import RdmaDevice, discover, is_up, memlock_bytes, why_off
+from dpurt.rdma.paths import Rail, paths_to, resolve
 
 __all__ = ["Finding", "choose_fabric", "examine", "probe"]
 
@@ -79,6 +80,7 @@ def examine(config: Config) -> list[Finding]:
     return [
         *_staging_fits(config, memory[1]),
         *_disks(config),
+        *_rails(config),
         *(_host_fabric(config, host) for host in config.host),
         *_salts(config),
         *_keys(config),
@@ -390,14 +392,14 @@ def choose_fabric(config: Config, host: HostConfig) -> tuple[str | None, str]:
     """The fabric a host will get from this node if it can use all its topology names, and why."""
     skipped: list[str] = []
     for kind in host.fabrics:
-        can_be_had, reason = _fabric(config, kind)
+        can_be_had, reason = _fabric(config, host, kind)
         if can_be_had:
             return kind, "; ".join([*skipped, f"first usable of {', '.join(host.fabrics)}", reason])
         skipped.append(reason)
     return None, "; ".join(skipped)
 
 
-def _fabric(config: Config, kind: str) -> tuple[bool, str]:
+def _fabric(config: Config, host: HostConfig, kind: str) -> tuple[bool, str]:
     """Whether a fabric can be had here, and its place or what is missing."""
     if kind == "tcp":
         return True, f"listens at {config.fabric.tcp_bind}"
@@ -405,10 +407,41 @@ def _fabric(config: Config, kind: str) -> tuple[bool, str]:
         if shared_memory().state != "ok":
             return False, "shm needs memfds"
         return True, "no copy, for a host on this machine (elsewhere: the next one)"
-    try:
-        return True, f"RDMA by {find(config.fabric.verbs.device, config.fabric.verbs.address)}"
-    except RdmaUnavailable as error:
-        return False, f"verbs is off: {error}"
+    rails, missing = resolve(config.rails())
+    paths = paths_to(rails, host.rails, host.switch)
+    if not paths:
+        return False, f"verbs is off: {'; '.join(missing.values()) or 'none of its rails is here'}"
+    return True, "RDMA by " + "; then ".join(map(str, paths))
+
+
+def _rails(config: Config) -> Iterator[Finding]:
+    """Each rail some host may use: its device, port, GID, MTU, place and limits."""
+    if not any("verbs" in host.fabrics for host in config.host):
+        return
+    rails, missing = resolve(config.rails())
+    for rail in rails:
+        yield _rail(rail)
+    if config.rail:  # else it is in the hosts' lines
+        for name, reason in missing.items():
+            yield Finding(f"rail {name}", "warn", reason, "hosts use the other rails, or the next fabric")
+
+
+def _rail(rail: Rail) -> Finding:
+    device, limits, memlock = rail.device, rail.device.limits, memlock_bytes()
+    detail = (
+        f"{device}, GID {device.gid}, {_place(rail)}; max_mr {limits.max_mr:,} of {limits.max_mr_bytes:,} bytes, "
+        f"max_qp {limits.max_qp:,}, max_mw {limits.max_mw if limits.has_windows else 0:,}, "
+        f"memlock {'unlimited' if memlock is None else f'{memlock:,} bytes'}"
+    )
+    if not is_up(device):
+        return Finding(f"rail {rail.name}", "warn", f"its port is down; {detail}", "check cable and switch")
+    return Finding(f"rail {rail.name}", "ok", detail)
+
+
+def _place(rail: Rail) -> str:
+    numa = "NUMA node not known" if rail.device.numa < 0 else f"NUMA node {rail.device.numa}"
+    speed = f"{rail.facts.bytes_per_s * 8 / 1e9:g} Gb/s" if rail.facts.bytes_per_s else "speed not known"
+    return ", ".join([numa, speed, *([f"switch {rail.facts.switch}"] if rail.facts.switch else [])])
 
 
 def _keys(config: Config) -> Iterator[Finding]:

@@ -19,14 +19,18 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import BlockStore
+from dpurt.agents.decode import DecodeAgent
+from dpurt.agents.engines import BlockShape, EnginesAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
 from dpurt.agents.index import IndexAgent
 from dpurt.agents.intake import Intake
 from dpurt.agents.metrics import MetricsAgent
+from dpurt.agents.placement import PlacementAgent
 from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
+from dpurt.agents.recorder import RecorderAgent, Taps
 from dpurt.agents.segment_scan import StoredRecord
 from dpurt.agents.spaces import Slab, SpaceState
 from dpurt.agents.staging import StagingAgent
@@ -34,25 +38,27 @@ from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev, DeviceMemory
 from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
+from dpurt.bdev.paced import PacedBdev
 from dpurt.bdev.spdk import SpdkBdev
-from dpurt.config import BdevConfig, Config, FileBdevConfig
-from dpurt.core.arbiter import Arbiter, Budget
-from dpurt.core.eviction import make_policy
+from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
+from dpurt.core.endurance import DAY_S, WriteBudget
+from dpurt.core.events import Event
+from dpurt.core.eviction import Outlook, make_policy
 from dpurt.core.index_feed import IndexFeed
-from dpurt.core.ledger import Ledger, Totals
-from dpurt.core.predictor import make_predictor
-from dpurt.core.prefetch import PrefetchCore
+from dpurt.core.ledger import Totals
+from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
 from dpurt.core.staging import StagingPool
-from dpurt.errors import RdmaUnavailable
 from dpurt.fabric import Fabric
 from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.shm import ShmFabric
 from dpurt.fabric.tcp import TcpFabric
 from dpurt.fabric.verbs import VerbsFabric
-from dpurt.rdma.device import find
+from dpurt.rdma.paths import paths_to, resolve
 from dpurt.runtime.actor import RestartPolicy, supervise
+from dpurt.wire import messages as m
+from dpurt.wire import recording
 
 log = structlog.get_logger()
 DRAIN_S = 10.0
@@ -68,15 +74,20 @@ ADVICE = RestartPolicy(is_vital=False)
 class Node:
     """One node. `await node.run()`; the rest is for those who look in from outside."""
 
-    def __init__(self, config: Config, *, may_format: bool = False) -> None:
-        """`may_format`: a device with somebody else's data becomes a store instead of being refused."""
+    def __init__(self, config: Config, *, may_format: bool = False, record_to: Path | None = None) -> None:
+        """`may_format`: a device with somebody else's data becomes a store instead of being refused. `record_to`: a new file
+        for a recording of the node's whole life.
+        """
         self.config = config
+        self._record_to = record_to
         self._may_format = may_format
         self.regions: list[MemfdRegion] = []
         self.started_at = 0.0
         self.rebuilt: dict[str, object] = {}
         self._numbers = 0
         self._stop = trio.Event()
+        self.verbs: VerbsFabric | None = None
+        self._paths: dict[str, list[tuple[str, str]]] = {}  # host: addresses of rails, best first, and why
         self._wall_offset = 0.0
 
     # --- life ---
@@ -91,6 +102,8 @@ class Node:
             self._build()
             await self._give_memory()
             await self._rebuild()
+            if self._record_to is not None:
+                self.recorder.start(self._record_to)
             try:
                 await self._serve(task_status)
             finally:
@@ -112,7 +125,8 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = ADVICE if agent in (self.prefetch, self.metrics) else VITAL
+                advisers = (self.prefetch, self.placement, self.engines, self.metrics, self.recorder)
+                policy = ADVICE if agent in advisers else VITAL
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -128,6 +142,8 @@ class Node:
         # a few agents' states, asked only while ending
         while not self.storage.is_quiet or any(s.in_flight for s in self.gateway.hosts.sessions.values()):  # noqa: ASYNC110
             await trio.sleep(0.01)
+        if self.recorder.recording is not None:
+            await self.recorder.stop("node_ended")
         log.info("node_drained")
 
     def wall(self, now: float) -> float:
@@ -143,7 +159,10 @@ class Node:
             if has_content(path):  # refuse somebody else's file before it is grown to the size of a store
                 async with aclosing(await FileBdev.open(path)) as found:
                     await BlockStore.survey(found, deadline_s=spec.deadline_s)
-        return await open_bdev(spec.kind, **params)
+        bdev = await open_bdev(spec.kind, **params)
+        if isinstance(spec, FileBdevConfig) and spec.profile is not None:
+            return PacedBdev(bdev, spec.profile.to_profile(spec.name, spec.queue_depth))
+        return bdev
 
     async def _open_store(self, spec: BdevConfig) -> BlockStore:
         bdev = await self._open_bdev(spec)
@@ -167,31 +186,52 @@ class Node:
         self.storage = StorageAgent(
             self.store, workers=self._queue_depth, deadline_s=max(spec.deadline_s for spec in config.bdev)
         )
+        self.storage.budget = self._write_budget()
         self.staging = StagingAgent(self.index, self.storage)
         self.intake = Intake(self.index, self.storage, self.wall)
         access = Access(self.staging, self.intake)
         fabrics, off = self._fabrics(access)
-        self.fabric = FabricAgent(fabrics, {host.name: host.fabrics for host in config.host}, off)
-        self._make_spaces()
-        core = self._prefetch_core()
+        self.fabric = FabricAgent(
+            fabrics, {host.name: host.fabrics for host in config.host}, off, self._paths
+        )
+        self.decode = DecodeAgent(self.index, self.storage)
+        setup = self._prefetch_setup()
+        predictors = setup.make_predictors() if config.prefetch.enabled else []
+        self._make_spaces(outlook_of(predictors))
+        core = setup.build(predictors, self.staging) if config.prefetch.enabled else None
         self.prefetch = PrefetchAgent(core, self.staging)
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
-        self.staging.observe = self.prefetch.observe
-        self.staging.housekeeping.append(self.intake.expire)
+        self.placement = PlacementAgent(config.placement, self.staging, self.fabric)
+        self.placement.first_hop = self.prefetch.observe
+        self.staging.observe = self._observe
+        self.staging.housekeeping += [self.intake.expire, self._look_at_wear]
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
         self.gateway = GatewayAgent(
-            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
-            self.prefetch.observe, self.stats,
+            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
+            self._observe_host, self.stats, self.placement,
         )  # fmt: skip
+        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway)
+        self.recorder = RecorderAgent(taps, self._recording_header)
+        self.gateway.on_record = self._record
+        geometries = {space.name: space.geometry for space in config.space}
+        shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
+        self.engines = EnginesAgent(config.engine, shapes)
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.metrics,
+            self.index, self.storage, self.staging, self.prefetch, self.placement, self.fabric, self.recorder, self.gateway,
+            self.engines,
+            self.metrics,
         ]  # fmt: skip
+
+    def _observe(self, event: Event) -> None:
+        """Something happened, for both hops of prefetch."""
+        self.prefetch.observe(event)
+        self.placement.observe(event)
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
         """The fabrics some host may use, and why some are not to be had on this machine."""
@@ -205,31 +245,62 @@ class Node:
             fabrics["tcp"] = TcpFabric(access, host=host, port=port)
         if "verbs" in wanted:
             verbs = self.config.fabric.verbs
-            try:
-                fabrics["verbs"] = VerbsFabric(access, find(verbs.device, verbs.address), port=verbs.port)
-            except RdmaUnavailable as error:
-                off["verbs"] = str(error)
+            rails, missing = resolve(self.config.rails())
+            for name, reason in missing.items():
+                off[f"verbs rail {name}" if rails else "verbs"] = reason
+            if rails:
+                self.verbs = VerbsFabric(
+                    access, [rail.device for rail in rails], port=verbs.port, queue_pairs=verbs.queue_pairs
+                )
+                fabrics["verbs"] = self.verbs
+            self._paths = {
+                host.name: [
+                    (path.rail.device.address, path.reason)
+                    for path in paths_to(rails, host.rails, host.switch)
+                ]
+                for host in self.config.host
+            }
         return fabrics, off
 
-    def _make_spaces(self) -> None:
+    def _make_spaces(self, outlook: Outlook | None) -> None:
         """One region per trust domain, in it a slab per space."""
         config = self.config
         for number, (domain, shares) in enumerate(config.staging_plan().items()):
             layouts = {name: RecordLayout.of(config.to_space(name)) for name in shares}
             slots = {name: max(1, int(share) // layouts[name].record_bytes) for name, share in shares.items()}
             size = sum(slots[name] * layouts[name].record_bytes for name in shares)
+            size += sum(config.space_named(name).decode_bytes for name in shares)
             region = MemfdRegion(number + 1, f"staging-{domain}", size)
             self.regions.append(region)
             self.fabric.offer(region)
             start = 0
             for name in shares:
                 stride = layouts[name].record_bytes
-                policy = make_policy(config.staging.eviction, slots[name])
+                policy = make_policy(config.staging.eviction, slots[name], outlook)
                 pool = StagingPool(slots[name], layouts[name].num_parts, policy)
                 slab = Slab(len(self.staging.slabs), region, start, stride, pool)
                 self.staging.slabs.append(slab)
                 self._add_state(name, self.store.epochs.get(name, 0), slab)
                 start += slots[name] * stride
+                start += self._make_decode_staging(name, layouts[name].num_parts, region, start)
+
+    def _make_decode_staging(self, name: str, num_parts: int, region: MemfdRegion, start: int) -> int:
+        """A slab of part-sized slots, if the space has decode staging; the bytes it takes."""
+        space = self.config.space_named(name)
+        if space.decode is None:
+            return 0
+        stride = space.part_slot_bytes
+        slots = space.decode_bytes // stride
+        pool = StagingPool(slots, 1, make_policy("fifo", slots))
+        slab = Slab(len(self.staging.slabs), region, start, stride, pool, holds_parts=True)
+        self.staging.slabs.append(slab)
+        self.decode.offer(name, slab, space.decode, num_parts)
+        return space.decode_bytes
+
+    def _observe_host(self, event: Event) -> None:
+        """What the gateway has to tell."""
+        self.decode.observe(event)
+        self._observe(event)
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
@@ -247,19 +318,62 @@ class Node:
         """Of all bdevs together."""
         return sum(spec.queue_depth for spec in self.config.bdev)
 
-    def _prefetch_core(self) -> PrefetchCore | None:
+    def _write_budget(self) -> WriteBudget | None:
+        """Of all bdevs together: batches go to each in turn."""
+        rates = [
+            spec.drive_writes_per_day * store.capacity_bytes
+            for spec, store in zip(self.config.bdev, self.store.stores, strict=True)
+            if spec.drive_writes_per_day is not None
+        ]
+        return WriteBudget(sum(rates), trio.current_time()) if rates else None
+
+    def _look_at_wear(self, now: float) -> None:
+        """A drive past its rated life gets only what is used again."""
+        if self.storage.budget is not None:
+            drives = [h for bdev in self.bdevs if isinstance(bdev, SpdkBdev) for h in bdev.health.values()]
+            self.storage.budget.is_worn = any(drive.is_worn for drive in drives)
+
+    def _prefetch_setup(self) -> PrefetchSetup:
         prefetch = self.config.prefetch
-        if not prefetch.enabled:
-            return None
-        staging = sum(region.size for region in self.regions)
-        budget = Budget(
+        return PrefetchSetup(
+            predictors=prefetch.predictors,
+            block_s=max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s,
+            lookahead_blocks=prefetch.lookahead_blocks,
             bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
-            staging_bytes=int(staging * prefetch.staging_fraction),
+            staging_bytes=int(self.config.staging.bytes * prefetch.staging_fraction),
             queue_depth=max(1, self._queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
-        predictors = [make_predictor(name, prefetch.lookahead_blocks) for name in prefetch.predictors]
-        return PrefetchCore(predictors, Arbiter(budget), Ledger(), self.staging)
+
+    def _record_sizes(self) -> list[int]:
+        """Of a block of each space, with its header."""
+        return [RecordLayout.of(self.config.to_space(space.name)).record_bytes for space in self.config.space]
+
+    # --- recording ---
+
+    async def _record(self, path: str) -> m.RecordReply:
+        """Begin a recording in a new file, or, with an empty path, end it."""
+        found = self.recorder.start(Path(path)) if path else await self.recorder.stop("asked")
+        tape = found.tape
+        return m.RecordReply(
+            id=0, path=str(found.path), lines=tape.num_lines, bytes=found.num_bytes, lost=tape.lost,
+            is_fresh=found.is_fresh,
+        )  # fmt: skip
+
+    def _recording_header(self, is_fresh: bool) -> recording.Header:
+        return recording.Header(
+            started_at=trio.current_time(),
+            wall=self.wall(trio.current_time()),
+            is_fresh=is_fresh,
+            eviction=self.config.staging.eviction,
+            has_prefetch=self.config.prefetch.enabled,
+            prefetch=recording.Prefetch(**asdict(self._prefetch_setup())),
+            pools=tuple(
+                recording.Pool(slots=slab.pool.num_slots, record_bytes=slab.stride)
+                for slab in self.staging.slabs
+            ),
+            devices=tuple(_device_line(spec) for spec in self.config.bdev),
+        )
 
     # --- restart and epochs ---
 
@@ -300,6 +414,7 @@ class Node:
         epoch = old.space.epoch + 1
         await self.store.set_epoch(name, epoch)
         self._add_state(name, epoch, old.slab)
+        self.placement.retire(old)
         log.info("epoch_bumped", space=name, epoch=epoch)
         await self._sweep(old)
         return epoch
@@ -350,9 +465,17 @@ class Node:
                 }
                 for bdev, store in zip(self.bdevs, self.store.stores, strict=True)
             },
+            "endurance": self._endurance_stats(),
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
             "fabrics_off": dict(self.fabric.off),
+            "rails": {
+                name: plain(rail) for name, rail in (self.verbs.rail_stats() if self.verbs else {}).items()
+            },
             "prefetch": self._prefetch_stats(),
+            "recorder": self.recorder.status,
+            "decode": self.decode.stats(),
+            "engines": self.engines.stats(),
+            "placement": self.placement.stats(),
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 
@@ -364,6 +487,19 @@ class Node:
             "uptime_s": round(trio.current_time() - self.started_at, 3), "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
             "open_fds": len(os.listdir("/proc/self/fd")) - 1, "cpu_s": round(times.user + times.system, 3),
             "endpoint": self.gateway.endpoint, "metrics_port": self.metrics.port,
+        }  # fmt: skip
+
+    def _endurance_stats(self) -> dict[str, object]:
+        """What flash was given, against what it gave back and against its budget, since the start."""
+        stores = [store.stats() for store in self.store.stores]
+        written, read = sum(s.bytes_appended for s in stores), sum(s.bytes_read for s in stores)
+        capacity = sum(s.log.capacity_bytes for s in stores)
+        days = max(trio.current_time() - self.started_at, 1.0) / DAY_S
+        budget = self.storage.budget
+        return {
+            "bytes_written": written, "bytes_read": read, "written_per_read": round(written / read, 4) if read else 0.0,
+            "drive_writes_per_day": round(written / capacity / days, 4),
+            **({} if budget is None else plain(budget.stats())),
         }  # fmt: skip
 
     @staticmethod
@@ -400,6 +536,18 @@ def spdk_stats(bdev: Bdev) -> dict[str, object]:
             "drives": {name: plain(health) for name, health in bdev.health.items()},
         }
     }  # fmt: skip
+
+
+def _device_line(spec: BdevConfig) -> recording.Device:
+    """What a recording says of a device: with its model, if it has one."""
+    if not isinstance(spec, ModelledBdevConfig):
+        return recording.Device(kind=spec.kind, queue_depth=spec.queue_depth)
+    return recording.Device(
+        kind=spec.kind,
+        queue_depth=spec.queue_depth,
+        read_latency_s=spec.profile.read_latency_us / 1e6,
+        read_bytes_per_s=float(spec.profile.read_bytes_per_s),
+    )
 
 
 def has_content(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """What all tests share: with DPURT_NO_SKIP=1 a skip is a failure, so that CI cannot be green for want of a
-package. Tests marked `spdk` are not even chosen without DPURT_SPDK_TGT: no CI can be asked for a real target.
+package. Tests marked `spdk` are not even chosen without DPURT_SPDK_TGT: no CI can be asked for a real target; those
+marked `smollm2` not without DPURT_SMOLLM2: they want 93 MB of weights and minutes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
+OPTIONAL = {"spdk": "DPURT_SPDK_TGT", "smollm2": "DPURT_SMOLLM2"}
 NO_SKIP = os.environ.get("DPURT_NO_SKIP") == "1"
 
 
@@ -20,12 +22,11 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("DPURT_SPDK_TGT"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("spdk")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("spdk")]
+    for marker, variable in OPTIONAL.items():
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        if left_out and not os.environ.get(variable):
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 @pytest.hookimpl(wrapper=True)

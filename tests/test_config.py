@@ -16,7 +16,7 @@ from dpurt import keys
 from dpurt.config import Config, FileBdevConfig, config_from, load_config, ready_topologies
 from dpurt.config.reading import parse_size
 from dpurt.config.schema import safe_bytes
-from dpurt.core import predictor
+from dpurt.core.predictors import PREDICTORS
 from dpurt.core.record import RecordLayout
 from dpurt.errors import ConfigError
 
@@ -202,6 +202,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         (lambda t: t["bdev"][0].update(segment_bytes="32 MiB"), "$.bdev[0]", "fewer than 4 segments"),
         (lambda t: t["bdev"][0].update(capacity_bytes="65 MiB"), "$.bdev[0]", "more than size_bytes"),
         (lambda t: t["bdev"].clear(), "$.bdev", "length >= 1"),
+        (lambda t: t["bdev"][0].update(drive_writes_per_day=0), "$.bdev[0].drive_writes_per_day", "> 0"),
+        (
+            lambda t: t["bdev"].append({**t["bdev"][0], "name": "n", "drive_writes_per_day": 1}), "$.bdev",
+            "one budget of all bdevs",
+        ),
         (lambda t: t["staging"].update(eviction="rlu"), "$.staging.eviction", "known: fifo"),
         (lambda t: second_space(t, staging_share=0.7) or t["space"][0].update(staging_share=0.4), "$.space", "more than 1"),
         (lambda t: t["space"][0].update(lora_name="a"), "$.space[0]", "go together"),
@@ -489,5 +494,4 @@ def test_relative_files_belong_to_the_topologys_folder(tmp_path: Path) -> None:
 
 
 def test_default_predictors_are_ones_that_exist() -> None:
-    names = {getattr(thing, "name", None) for thing in vars(predictor).values()}
-    assert set(config_from(tree()).prefetch.predictors) <= names
+    assert set(config_from(tree()).prefetch.predictors) <= set(PREDICTORS)

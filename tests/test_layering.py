@@ -23,11 +23,12 @@ RDMA = SANS_IO | {"rdma"}
 DRIVERS = RDMA | {"bdev", "fabric", "transport", "engines"}
 KERNEL = DRIVERS | {"runtime"}
 SETTINGS = {"keys", "config"}
-AGENTS = KERNEL | SETTINGS | {"agents"}
+AGENTS = KERNEL | SETTINGS | {"agents", "priors"}
 ADAPTERS = {
     "vllm",
     "sglang",
     "lmcache",
+    "store",
 }  # folders of engines/ that run inside an engine, as clients of a node
 ANYTHING = AGENTS | {"node", "client", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
     "json_output", "progress",
@@ -38,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": BASE,
     "wire": PURE,
     "keys": BASE,
+    "priors": PURE,
     "config": PURE | {"keys"},
     "progress": BASE,
     "json_output": BASE,

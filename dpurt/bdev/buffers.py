@@ -5,6 +5,7 @@ Leaves the real buffers, slices of the staging arena, to their owner; this is fo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 
 __all__ = ["address_of", "aligned_buffer", "total_bytes"]
 
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _Byte = ctypes.c_char
 
 
@@ -24,9 +26,16 @@ def address_of(view: memoryview) -> int:
     return address
 
 
-def aligned_buffer(length: int) -> memoryview:
-    """Zeroed, page-aligned, private memory; freed with its last view."""
-    return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+def aligned_buffer(length: int, *, is_present: bool = False) -> memoryview:
+    """Zeroed, page-aligned, private memory; freed with its last view. `is_present`: taken from the machine now, in huge
+    pages where the kernel has them, and not page by page as it is first written.
+    """
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_present:
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+            with contextlib.suppress(OSError):  # an older kernel: it comes when it is written
+                memory.madvise(advice)
+    return memoryview(memory)
 
 
 def total_bytes(buffers: Sequence[memoryview]) -> int:

@@ -1,6 +1,7 @@
 """A bdev in memory: the fake the others are measured against, as strict about alignment as a real device.
 
-Operations complete at once, in order. `image` is the device's content; it outlives `aclose`, so a second
+Operations complete at once, in order. Its memory is taken when it is opened, so that no later write finds the machine
+without, or pays for a first touch. `image` is the device's content; it outlives `aclose`, so a second
 device over the same image is a restart. Faults are injected from outside by `dpurt.testing.FaultyBdev`.
 """
 
@@ -41,7 +42,7 @@ class MemoryBdev(QueuedBdev):
         queue_depth: int = 64,
         image: memoryview | None = None,
     ) -> None:
-        self.image = aligned_buffer(size_bytes) if image is None else image
+        self.image = aligned_buffer(size_bytes, is_present=True) if image is None else image
         self.info = BdevInfo(
             name=name,
             kind="memory",

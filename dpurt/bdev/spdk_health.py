@@ -38,6 +38,11 @@ class NvmeHealth:
     def is_healthy(self) -> bool:
         return self.critical_warning == 0 and self.media_errors == 0
 
+    @property
+    def is_worn(self) -> bool:
+        """Past its rated life, or near the end of its spare blocks (bit 0 of the warnings)."""
+        return self.percentage_used >= 100 or bool(self.critical_warning & 1)
+
 
 def health_of(answer: object) -> NvmeHealth:
     """The numbers of one answer. RemoteProtocolError if it is none."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import trio
 
 from dpurt.client.mirror import IndexMirror
-from dpurt.client.trio_client import FOLLOW_S, Client, LoadedBlock, connect
+from dpurt.client.trio_client import FOLLOW_S, Client, LoadedBlock, Payload, Room, connect
 from dpurt.core.identity import Space
 from dpurt.errors import DeadlineExceeded, NodeUnavailable
 from dpurt.fabric import MemoryRegion
@@ -82,13 +82,21 @@ class BlockingClient:
         digests: Sequence[bytes] | None = None,
         will_load: bool = True,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
         """See `Client.lookup`."""
         return self._run(
             timeout_s,
             lambda budget: self._client.lookup(
-                space, request, tokens, digests=digests, will_load=will_load, shard=shard, timeout_s=budget
+                space,
+                request,
+                tokens,
+                digests=digests,
+                will_load=will_load,
+                shard=shard,
+                chained=chained,
+                timeout_s=budget,
             ),
         )
 
@@ -96,7 +104,7 @@ class BlockingClient:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview | bytearray],
+        into: Sequence[Room],
         *,
         parts: tuple[int, int] | None = None,
         shard: int = 0,
@@ -110,23 +118,50 @@ class BlockingClient:
             ),
         )
 
+    def load_blocks(
+        self,
+        request: str,
+        blocks: Sequence[int],
+        into: Sequence[memoryview | bytearray],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """See `Client.load_blocks`; for the buffers, `load`."""
+        return self._run(
+            timeout_s,
+            lambda budget: self._client.load_blocks(
+                request, blocks, into, parts=parts, shard=shard, timeout_s=budget
+            ),
+        )
+
     def store(
         self,
         space: str,
         request: str,
         tokens: bytes | memoryview | None,
         first: int,
-        payloads: Sequence[memoryview | bytes],
+        payloads: Sequence[Payload],
         *,
         digests: Sequence[bytes] | None = None,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> list[str]:
         """See `Client.store`."""
         return self._run(
             timeout_s,
             lambda budget: self._client.store(
-                space, request, tokens, first, payloads, digests=digests, shard=shard, timeout_s=budget
+                space,
+                request,
+                tokens,
+                first,
+                payloads,
+                digests=digests,
+                shard=shard,
+                chained=chained,
+                timeout_s=budget,
             ),
         )
 
@@ -180,6 +215,28 @@ class BlockingClient:
             with suppress(trio.RunFinishedError):
                 self._loop.token.run_sync_soon(_offer, self._loop.hints, hint)
 
+    def decode_step(
+        self,
+        request: str,
+        step: int,
+        group: int,
+        touched: Sequence[int],
+        *,
+        masses: bytes = b"",
+        ranked: Sequence[int] = (),
+        ranked_group: int | None = None,
+        need_s: float = 0.0,
+        shard: int = 0,
+    ) -> None:
+        """See `Client.decode_step`. Returns when it is on its way, so that loads after it come after it."""
+        self._run(
+            None,
+            lambda _budget: self._client.decode_step(
+                request, step, group, touched, masses=masses, ranked=ranked, ranked_group=ranked_group, need_s=need_s,
+                shard=shard,
+            ),
+        )  # fmt: skip
+
     def finish(self, request: str, reason: str = "") -> None:
         """See `Client.finish`. Returns at once."""
         self.hint(m.Hint(request=request, kind="finish", reason=reason))
@@ -187,6 +244,10 @@ class BlockingClient:
     def cancel(self, request: str, timeout_s: float | None = None) -> int:
         """See `Client.cancel`."""
         return self._run(timeout_s, lambda budget: self._client.cancel(request, budget))
+
+    def delete(self, space: str, digests: Sequence[bytes], timeout_s: float | None = None) -> int:
+        """See `Client.delete`."""
+        return self._run(timeout_s, lambda budget: self._client.delete(space, digests, budget))
 
     def explain(
         self,
@@ -239,6 +300,27 @@ class BlockingClient:
     def is_connected(self) -> bool:
         """See `Client.is_connected`."""
         return self._client.is_connected
+
+    def submit(
+        self, call: Callable[[Client, float], Awaitable[T]], timeout_s: float | None = None
+    ) -> Future[T]:
+        """Start `call(client, budget)` on the client's thread, and return at once.
+
+        The future ends when the call has ended, so from then on nothing touches the buffers it was given. It raises
+        what the call did, `DeadlineExceeded` once the budget is over, `NodeUnavailable` when this client is closed.
+        """
+        budget = self._budget(timeout_s)
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()  # it cannot be taken back
+        try:
+            if self._closed:
+                raise trio.RunFinishedError
+            self._loop.token.run_sync_soon(
+                self._start, outcome, lambda inner: call(self._client, inner), budget
+            )
+        except trio.RunFinishedError:
+            outcome.set_exception(NodeUnavailable(self._endpoint, "this client is closed"))
+        return outcome
 
     # --- the two sides of a call ---
 

@@ -12,6 +12,9 @@ Every session must be of the epochs of the first: after `dpurt epoch bump` (new 
 A fabric that does not open (shared memory with a node on another machine, say) is left out of a second `hello`, so that the
 node picks the next one; `Client.fabric_failures` keeps why.
 
+A *landing zone* (`landing_zone`) is memory of this host that the node fills with blocks it expects to be loaded. `load` looks there
+first, asking nobody, and tells the node afterwards what it took; only the rest is asked for. A zone is made anew with each session.
+
 Every byte a `load` hands back was checked against the CRC-32C the node stated for it, after it arrived. A block that does
 not check is reported ``checksum`` and its buffer's content must not be used.
 """
@@ -19,16 +22,19 @@ not check is reported ``checksum`` and its buffer's content must not be used.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import crc32c
 import trio
 
+from dpurt.client.in_order import InOrder
 from dpurt.client.mirror import IndexMirror
+from dpurt.client.zones import Prompt, Zones
 from dpurt.core.identity import Space
+from dpurt.core.landing_zone import ZoneLayout
 from dpurt.errors import (
     DeadlineExceeded,
     FabricError,
@@ -44,6 +50,9 @@ from dpurt.transport import CurveClient, SocketOptions, ZmqSocket, open_context
 from dpurt.wire import messages as m
 
 T = TypeVar("T", bound=m.Reply)
+Room: TypeAlias = "memoryview | bytearray | Sequence[memoryview]"
+Payload: TypeAlias = "memoryview | bytes | Sequence[memoryview]"
+_Views: TypeAlias = tuple[memoryview, ...]
 MAX_REPLY_BYTES = 16 << 20
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
 _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
@@ -56,7 +65,10 @@ _ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe)  # need nothing o
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """One block of a load. `status` ``ok`` means its bytes are in the caller's buffer (or view) and were checked."""
+    """One block of a load. `status` ``ok`` means its bytes are in the caller's buffers (or view) and were checked.
+
+    `data` is None also for a block that went into several buffers.
+    """
 
     status: str
     source: str = ""
@@ -148,10 +160,12 @@ class Client:
         self._failures = 0
         self._not_before = 0.0
         self._heard_at = 0.0
+        self._zones = Zones()
         self.fabric_failures: dict[str, str] = {}
         self.checksum_errors = 0
         self.bytes_pulled = 0
         self.bytes_stored = 0
+        self.blocks_from_landing = 0
 
     # --- session ---
 
@@ -204,7 +218,10 @@ class Client:
                     raise failure from error
                 raise
             try:
-                return _Session(reply, await self._open_link(reply, len(left), deadline))
+                session = _Session(reply, await self._open_link(reply, len(left), deadline))
+                self._zones.clear()  # the last session's went with its link
+                await self._offer_zones(session, deadline)
+                return session
             except (NodeUnavailable, FabricError, OSError, RemoteProtocolError) as error:
                 failure = error
                 self.fabric_failures[reply.fabric] = str(error)
@@ -212,6 +229,42 @@ class Client:
                 if not left:
                     raise
                 await self._post(m.Bye())  # what the node made for this session need not wait for its timeout
+
+    async def _offer_zones(self, session: _Session, deadline: float) -> None:
+        """Those that are wished for and not there."""
+        for space, shard, slots in self._zones.missing():
+            geometry = self._spaces[space].geometry
+            layout = ZoneLayout(slots, tuple(group.part_bytes for group in geometry.groups))
+            region = session.endpoint.landing(layout.size)
+            offer = m.Zone(space=space, region=region.region_id, slots=slots, shard=shard)
+            count = (await self._exchange(offer, m.Ok, deadline)).count
+            if count:
+                self._zones.open(space, shard, region.view, ZoneLayout(count, layout.part_bytes))
+
+    async def landing_zone(
+        self, space: str, slots: int, *, shard: int = 0, timeout_s: float | None = None
+    ) -> bool:
+        """Have the node put up to `slots` blocks of a space here before they are asked for, in this session and later ones.
+
+        False: it places none (``[placement] enabled = false``)."""
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        if space not in self._spaces:
+            raise ValueError(f"no space {space!r} was given to connect")
+        self._zones.wish(space, shard, slots)
+        if self._session is None:
+            await self._ensure_session(deadline)
+        else:
+            await self._offer_zones(self._session, deadline)
+        return self._zones.has(space, shard)
+
+    def placed(self, space: str, tokens: bytes | memoryview, *, shard: int = 0) -> int:
+        """How many leading blocks of a prompt are in the landing zone now. Asks nobody."""
+        prompt = self._prompt(space, bytes(tokens), None, shard)
+        return self._zones.leading(prompt)
+
+    def _prompt(self, space: str, tokens: bytes | None, digests: list[bytes] | None, shard: int) -> Prompt:
+        identity = self._spaces[space].with_epoch(self._epochs.get(space, 0))
+        return Prompt(space, identity, tokens, digests, shard)
 
     async def _say_hello(self, fabrics: list[str], deadline: float) -> m.HelloReply:
         claims = [
@@ -326,20 +379,53 @@ class Client:
         digests: Sequence[bytes] | None = None,
         will_load: bool = True,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
-        """How much of a prompt (raw little-endian tokens, or chained digests) the node has."""
+        """How much of a prompt (raw little-endian tokens, or digests) the node has.
+
+        Digests that are not `chained` stand alone: `LookupReply.is_present` tells of each; a load's positions are theirs.
+        """
         message = m.Lookup(
-            space=space, request=request, shard=shard, intent="will_load" if will_load else "probe",
+            space=space, request=request, shard=shard, chained=chained, intent="will_load" if will_load else "probe",
             tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
-        return await self._call(message, m.LookupReply, timeout_s)
+        reply = await self._call(message, m.LookupReply, timeout_s)
+        if will_load and self._zones.wishes:
+            self._zones.remember(request, self._prompt(space, message.tokens, message.digests, shard))
+        return reply
 
     async def hint(self, hint: m.Hint) -> None:
         """Tell the node something; no answer, may be lost."""
+        if hint.kind == "finish":
+            self._zones.forget(hint.request)
         if self._session is not None:
             await self._post(hint)
+
+    async def decode_step(
+        self,
+        request: str,
+        step: int,
+        group: int,
+        touched: Sequence[int],
+        *,
+        masses: bytes = b"",
+        ranked: Sequence[int] = (),
+        ranked_group: int | None = None,
+        need_s: float = 0.0,
+        shard: int = 0,
+    ) -> None:
+        """Tell what a layer group does in a sparse decode step, before its blocks are loaded; see `wire.messages.Hint`.
+
+        `masses`: `dpurt.core.attention.mass_codes` of the touched blocks' shares of attention, if the engine knows them.
+        """
+        await self.hint(
+            m.Hint(
+                request=request, kind="decode", step=step, group=group, touched=list(touched), masses=masses,
+                ranked=list(ranked), ranked_group=ranked_group, need_ms=int(1000 * need_s), shard=shard,
+            )
+        )  # fmt: skip
 
     async def finish(self, request: str, reason: str = "") -> None:
         """The request is over: its scope ends, `reason` (``end_turn``, ``tool_use``) feeds the predictors."""
@@ -349,7 +435,7 @@ class Client:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview | bytearray],
+        into: Sequence[Room],
         *,
         parts: tuple[int, int] | None = None,
         shard: int = 0,
@@ -357,12 +443,100 @@ class Client:
     ) -> list[LoadedBlock]:
         """Copy blocks [first, first + len(into)) of the looked-up prefix into the caller's buffers, and check them.
 
-        Any writable, contiguous buffer will do.
+        Any writable, contiguous buffer will do; a block may also be scattered over a sequence of them. When this returns
+        or raises, nothing writes them any more. What is in the landing zone has the source ``landing``.
         """
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         if not into:
             return []
-        message = m.Load(request=request, first=first, count=len(into), parts=parts, shard=shard)
+        found = await self._take_placed(request, first, into, parts, shard)
+        loaded = [
+            LoadedBlock("ok", "landing", "", found[i]) if i in found else _NOT_ASKED for i in range(len(into))
+        ]
+        for start, count in _gaps(found, len(into)):
+            message = m.Load(request=request, first=first + start, count=count, parts=parts, shard=shard)
+            loaded[start : start + count] = await self._load_into(
+                message, into[start : start + count], deadline
+            )
+        return loaded
+
+    async def load_blocks(
+        self,
+        request: str,
+        blocks: Sequence[int],
+        into: Sequence[memoryview | bytearray],
+        *,
+        parts: tuple[int, int] | None = None,
+        shard: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[LoadedBlock]:
+        """As `load`, of any blocks: their positions in the prompt, one buffer each. For sparse attention."""
+        if len(blocks) != len(into):
+            raise ValueError(f"{len(into)} buffers for {len(blocks)} blocks")
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+        message = m.Load(request=request, blocks=list(blocks), parts=parts, shard=shard)
+        return await self._load_into(message, into, deadline) if into else []
+
+    @asynccontextmanager
+    async def loading(
+        self,
+        space: str,
+        request: str,
+        first: int,
+        into: Sequence[memoryview | bytearray],
+        order: Sequence[tuple[int, int]],
+        *,
+        shard: int = 0,
+        ahead: int = 3,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[InOrder[tuple[int, int], list[LoadedBlock]]]:
+        """As `load`, run of parts by run of parts, in the `order` the engine needs them: each comes, checked, as soon as it is
+        here in every block, while up to `ahead` later ones are on their way::
+
+            async with client.loading("s", "r", 0, buffers, [(0, 1), (1, 2), (2, 4)]) as arriving:
+                async for parts, blocks in arriving: ...
+
+        A buffer has room for a whole block; each part goes to its place in it. Leaving the block ends what is still under way.
+        """
+        if space not in self._spaces:
+            raise ValueError(f"no space {space!r} was given to connect")
+        sizes = [group.part_bytes for group in self._spaces[space].geometry.groups]
+        rooms = [memoryview(buffer).cast("B") for buffer in into]
+        deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
+
+        async def ask(parts: tuple[int, int]) -> list[LoadedBlock]:
+            start, stop = sum(sizes[: parts[0]]), sum(sizes[: parts[1]])
+            left = deadline - trio.current_time()
+            places = [room[start:stop] for room in rooms]
+            return await self.load(request, first, places, parts=parts, shard=shard, timeout_s=left)
+
+        error: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                yield InOrder(nursery, ask, order, ahead)
+            except Exception as caught:  # the caller's: raised below as it is, not in the nursery's group
+                error = caught
+            nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
+
+    async def _take_placed(
+        self,
+        request: str,
+        first: int,
+        into: Sequence[Room],
+        parts: tuple[int, int] | None,
+        shard: int,
+    ) -> dict[int, memoryview]:
+        """What the landing zone has of these blocks, checked and in the caller's buffers; the node is told, not asked."""
+        found = self._zones.take(request, first, into, parts, shard)
+        if found:
+            self.blocks_from_landing += len(found)
+            positions = [first + i for i in found]
+            await self._post(m.Used(request=request, blocks=positions, parts=parts, shard=shard))
+        return found
+
+    async def _load_into(self, message: m.Load, into: Sequence[Room], deadline: float) -> list[LoadedBlock]:
         reply = await self._load(message, deadline)
         try:
             arrived = [
@@ -370,9 +544,10 @@ class Client:
                 for grant, buffer in zip(reply.blocks, into, strict=True)
             ]
             pieces = [
-                Piece(grant.region, grant.offset, grant.lease, local)
-                for grant, local in zip(reply.blocks, arrived, strict=True)
-                if local is not None
+                piece
+                for grant, views in zip(reply.blocks, arrived, strict=True)
+                if views is not None
+                for piece in _pieces(grant.region, grant.offset, grant.lease, views)
             ]
             if pieces:
                 session = self._present()
@@ -407,7 +582,7 @@ class Client:
             ]
             if any(view is None and g.status == "ok" for view, g in zip(views, reply.blocks, strict=True)):
                 raise LocalProtocolError("no_views", f"the {link.kind} fabric has no views: use load")
-            yield self._checked(reply, views)
+            yield self._checked(reply, [None if view is None else (view,) for view in views])
         finally:
             await self._release(reply)
 
@@ -437,7 +612,8 @@ class Client:
         except ValueError as error:
             raise NodeUnavailable(self.endpoint, "the session of this landing region was lost") from error
         return self._checked(
-            reply, [region[at : at + grant.length] for at, grant in zip(offsets, reply.blocks, strict=True)]
+            reply,
+            [(region[at : at + grant.length],) for at, grant in zip(offsets, reply.blocks, strict=True)],
         )
 
     async def landing(self, size: int, timeout_s: float | None = None) -> MemoryRegion:
@@ -451,19 +627,24 @@ class Client:
         request: str,
         tokens: bytes | memoryview | None,
         first: int,
-        payloads: Sequence[memoryview | bytes],
+        payloads: Sequence[Payload],
         *,
         digests: Sequence[bytes] | None = None,
         shard: int = 0,
+        chained: bool = True,
         timeout_s: float | None = None,
     ) -> list[str]:
-        """Store the KV of blocks [first, first + len(payloads)) of a prompt; a status for each (`wire.messages.CommitReply`)."""
+        """Store the KV of blocks [first, first + len(payloads)) of a prompt; a status for each (`wire.messages.CommitReply`).
+
+        A payload may be gathered from a sequence of buffers. When this returns or raises, nothing reads them any more.
+        """
         deadline = trio.current_time() + (self._timeout_s if timeout_s is None else timeout_s)
         if not payloads:
             return []
-        self._check_sizes(space, payloads)
+        views = [_views(payload) for payload in payloads]
+        self._check_sizes(space, views)
         reserve = m.Reserve(
-            space=space, request=request, first=first, count=len(payloads), shard=shard,
+            space=space, request=request, first=first, count=len(payloads), shard=shard, chained=chained,
             tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
@@ -472,8 +653,7 @@ class Client:
         mine = [i for i, r in enumerate(reserved) if r.status == "reserved"]
         if not mine:
             return statuses
-        views = {i: memoryview(payloads[i]).cast("B") for i in mine}
-        blocks = await self._write(space, {i: reserved[i] for i in mine}, views, deadline)
+        blocks = await self._write(space, [(reserved[i], views[i]) for i in mine], deadline)
         reply = await self._call(
             m.Commit(request=request, blocks=blocks), m.CommitReply, deadline - trio.current_time()
         )
@@ -484,14 +664,15 @@ class Client:
     async def _write(
         self,
         space: str,
-        reserved: Mapping[int, m.Reservation],
-        views: Mapping[int, memoryview],
+        written: Sequence[tuple[m.Reservation, _Views]],
         deadline: float,
     ) -> list[m.CommitBlock]:
         """Write payloads into their reservations; when that fails, give these back: others may want to store the blocks."""
         parts = [group.part_bytes for group in self._spaces[space].geometry.groups]
-        pieces = [Piece(r.region, r.offset, r.reservation, views[i]) for i, r in reserved.items()]
-        numbers = [r.reservation for r in reserved.values()]
+        pieces = [
+            piece for r, views in written for piece in _pieces(r.region, r.offset, r.reservation, views)
+        ]
+        numbers = [r.reservation for r, _ in written]
         try:
             session = self._present()
             await self._over_link(session, session.endpoint.store(pieces, deadline), deadline)
@@ -501,13 +682,17 @@ class Client:
             raise
         self.bytes_stored += sum(len(piece.local) for piece in pieces)
         return [
-            m.CommitBlock(reservation=r.reservation, crcs=part_crcs(views[i], parts))
-            for i, r in reserved.items()
+            m.CommitBlock(reservation=r.reservation, crcs=part_crcs(views, parts)) for r, views in written
         ]
 
     async def cancel(self, request: str, timeout_s: float | None = None) -> int:
         """End a scope; returns how many leases, reservations and prefetches it held."""
+        self._zones.forget(request)
         return (await self._call(m.Cancel(request=request), m.Ok, timeout_s)).count
+
+    async def delete(self, space: str, digests: Sequence[bytes], timeout_s: float | None = None) -> int:
+        """These blocks are not wanted any more (see `wire.messages.Delete`); how many were there."""
+        return (await self._call(m.Delete(space=space, digests=list(digests)), m.Ok, timeout_s)).count
 
     async def explain(
         self,
@@ -571,11 +756,11 @@ class Client:
             raise NodeUnavailable(self.endpoint, "the session was lost")
         return self._session
 
-    def _check_sizes(self, space: str, payloads: Sequence[memoryview | bytes]) -> None:
+    def _check_sizes(self, space: str, payloads: Sequence[_Views]) -> None:
         if space not in self._spaces:
             raise ValueError(f"no space {space!r} was given to connect")
         wanted = self._spaces[space].geometry.payload_bytes
-        sizes = {memoryview(payload).nbytes for payload in payloads} - {wanted}
+        sizes = {sum([view.nbytes for view in views]) for views in payloads} - {wanted}
         if sizes:
             raise ValueError(f"a block of space {space!r} has {wanted} bytes, got {sorted(sizes)}")
 
@@ -601,12 +786,12 @@ class Client:
             with trio.CancelScope(shield=True):
                 await self._post(m.Release(leases=leases))
 
-    def _checked(self, reply: m.LoadReply, arrived: Sequence[memoryview | None]) -> list[LoadedBlock]:
+    def _checked(self, reply: m.LoadReply, arrived: Sequence[_Views | None]) -> list[LoadedBlock]:
         return [
             self._check_one(g, data, reply.part_bytes) for g, data in zip(reply.blocks, arrived, strict=True)
         ]
 
-    def _check_one(self, grant: m.Grant, data: memoryview | None, part_bytes: Sequence[int]) -> LoadedBlock:
+    def _check_one(self, grant: m.Grant, data: _Views | None, part_bytes: Sequence[int]) -> LoadedBlock:
         if grant.status != "ok" or data is None:
             return LoadedBlock(grant.status, grant.source, grant.reason)
         if part_crcs(data, part_bytes) != grant.crcs:
@@ -614,16 +799,56 @@ class Client:
             return LoadedBlock(
                 "checksum", grant.source, "the bytes that arrived are not the bytes the node described"
             )
-        return LoadedBlock("ok", grant.source, "", data)
+        return LoadedBlock("ok", grant.source, "", data[0] if len(data) == 1 else None)
 
 
-def _room_for(grant: m.Grant, buffer: memoryview | bytearray) -> memoryview:
-    room = memoryview(buffer)
-    if room.readonly or not room.c_contiguous:
-        raise ValueError("a buffer to load into must be writable and contiguous")
-    if room.nbytes < grant.length:
-        raise ValueError(f"a buffer of {room.nbytes} bytes for {grant.length} bytes of a block")
-    return room.cast("B")[: grant.length]
+def _room_for(grant: m.Grant, room: Room) -> _Views:
+    views = _views(room)
+    if any(view.readonly for view in views):
+        raise ValueError("a buffer to load into must be writable")
+    size = sum([len(view) for view in views])
+    if size < grant.length:
+        raise ValueError(f"a buffer of {size} bytes for {grant.length} bytes of a block")
+    return views if size == grant.length else _head(views, grant.length)
+
+
+def _views(buffers: Room | Payload) -> _Views:
+    """A block's buffers, in order, as bytes."""
+    if isinstance(buffers, (memoryview, bytearray, bytes)):
+        buffers = (memoryview(buffers),)
+    if not all(view.c_contiguous for view in buffers):
+        raise ValueError("a block's buffer must be contiguous")
+    return tuple([view.cast("B") for view in buffers])
+
+
+def _head(views: _Views, size: int) -> _Views:
+    """The first `size` bytes."""
+    head = []
+    for view in views:
+        head.append(view[:size])
+        size -= len(head[-1])
+    return tuple(view for view in head if len(view))
+
+
+def _pieces(region: int, offset: int, lease: int, views: _Views) -> Iterator[Piece]:
+    """A block of a region from or to its buffers here."""
+    for view in views:
+        yield Piece(region, offset, lease, view)
+        offset += len(view)
+
+
+_NOT_ASKED = LoadedBlock("error")
+
+
+def _gaps(found: Mapping[int, object], count: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of each run of [0, count) that is not in `found`."""
+    start = None
+    for i in range(count + 1):
+        if i < count and i not in found:
+            start = i if start is None else start
+        elif start is not None:
+            yield start, i - start
+            start = None
 
 
 def _address_from(endpoint: str, address: Address) -> Address:
@@ -635,12 +860,17 @@ def _address_from(endpoint: str, address: Address) -> Address:
     return {**address, "host": host}
 
 
-def part_crcs(payload: memoryview, part_bytes: Sequence[int]) -> list[int]:
-    """CRC-32C of each part of a payload."""
-    crcs, start = [], 0
+def part_crcs(payload: _Views, part_bytes: Sequence[int]) -> list[int]:
+    """CRC-32C of each part of a payload, wherever the cuts between its buffers are."""
+    crcs, rest = [], iter(payload)
+    view = memoryview(b"")
     for size in part_bytes:
-        crcs.append(crc32c.crc32c(payload[start : start + size]))
-        start += size
+        crc = 0
+        while size:
+            view = view if len(view) else next(rest)
+            crc = crc32c.crc32c(view[:size], crc)
+            size, view = size - len(view[:size]), view[size:]
+        crcs.append(crc)
     return crcs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import signal
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import structlog
 import trio
 
 from dpurt.config import load_config
+from dpurt.errors import ConfigError
 from dpurt.json_output import check_writable
 from dpurt.node import Node
+from dpurt.runtime.paced_clock import PacedClock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--log-json", action="store_true", help="one JSON object a line")
     parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="record all of the node's life for dpurt replay, to a new file",
+    )
+    parser.add_argument(
+        "--pace", type=float, default=1.0, metavar="X",
+        help="the node's clock runs so many times faster; for experiments with modelled devices",
+    )  # fmt: skip
+    parser.add_argument(
         "--format",
         action="store_true",
         help="make a store of the device even if it holds other data, which is lost; a dpurt store is kept",
@@ -34,12 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve."""
     config = load_config(args.topology)
-    if args.ready_file is not None:
-        check_writable(args.ready_file)
+    for target in (args.ready_file, args.record):
+        if target is not None:
+            check_writable(target)
+    if not 0 < args.pace < math.inf:
+        raise ConfigError("--pace", f"expected a factor > 0, got {args.pace:g}")
     set_up_logging(args.log_level or config.node.log_level, as_json=args.log_json)
     for warning in config.warnings():
         structlog.get_logger().warning("topology", detail=warning)
-    trio.run(_serve, Node(config, may_format=args.format), args.ready_file, args.log_json)
+    node = Node(config, may_format=args.format, record_to=args.record)
+    clock = None if args.pace == 1.0 else PacedClock(args.pace)
+    trio.run(_serve, node, args.ready_file, args.log_json, clock=clock)
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from dpurt.core.eviction import POLICIES
+from dpurt.core.host_tiers import MAX_INSTANCES
 
 if TYPE_CHECKING:
     from dpurt.config.schema import Config
@@ -80,6 +81,15 @@ def is_local(endpoint: str) -> bool:
         return False
 
 
+def check_loopback(address: str, where: str) -> None:
+    """ValueError unless empty (off), or a loopback address and port to serve HTTP on."""
+    if not address:
+        return
+    check_endpoint(f"tcp://{address}", where, ("tcp",))
+    if not is_local(f"tcp://{address}"):
+        raise ValueError(f"bind {address!r} is not loopback, and the page has no authentication")
+
+
 def check_capacity(capacity: int | None, size: int | None, segment: int) -> None:
     """ValueError unless cap, size and segments fit into one another."""
     if capacity is not None and size is not None and capacity > size:
@@ -103,6 +113,7 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _bdevs(config)
     yield from _spaces(config)
     yield from _hosts(config)
+    yield from _engines(config)
     yield from _links(config)
     yield from _envelope(config)
 
@@ -119,6 +130,8 @@ def _names(config: Config) -> Iterator[Problem]:
         "tenant": config.tenant,
         "space": config.space,
         "host": config.host,
+        "engine": config.engine,
+        "rail": config.rail,
     }
     for table, entries in tables.items():
         seen: set[str] = set()
@@ -169,6 +182,8 @@ def _bdevs(config: Config) -> Iterator[Problem]:
                     f"{bdev.segment_bytes:,} bytes hold {max(records, 0)} blocks of space {space.name!r} "
                     f"({space.record_bytes:,} bytes each); at least {MIN_RECORDS} are needed",
                 )
+    if len({bdev.drive_writes_per_day is None for bdev in config.bdev}) > 1:
+        yield "$.bdev", "drive_writes_per_day is one budget of all bdevs: give it for each, or for none"
 
 
 def _spaces(config: Config) -> Iterator[Problem]:
@@ -179,6 +194,13 @@ def _spaces(config: Config) -> Iterator[Problem]:
             yield f"$.space[{i}].tenant", f"no tenant {space.tenant!r}; known: {', '.join(tenants)}"
         if (space.lora_name is None) != (space.lora_version is None):
             yield f"$.space[{i}]", "lora_name and lora_version go together"
+        least = 0 if space.decode is None else space.decode.sequences * len(space.geometry.groups)
+        if space.decode_slots < least:
+            yield (
+                f"$.space[{i}].decode.staging_bytes",
+                f"holds {space.decode_slots} slots of {space.part_slot_bytes:,} bytes, fewer than {least}: one for each "
+                f"layer group of each sequence",
+            )
         other = owner.setdefault(space.trust_domain, space.tenant)
         if space.domain is None and other != space.tenant:
             yield (
@@ -189,7 +211,11 @@ def _spaces(config: Config) -> Iterator[Problem]:
 
 def _hosts(config: Config) -> Iterator[Problem]:
     sizes = {space.name: space.record_bytes for space in config.space}
+    rails = [rail.name for rail in config.rail]
     for i, host in enumerate(config.host):
+        for j, name in enumerate(host.rails):
+            if name not in rails:
+                yield f"$.host[{i}].rails[{j}]", f"no rail {name!r}; known: {', '.join(rails) or 'none'}"
         for j, name in enumerate(host.spaces):
             if name not in sizes:
                 yield f"$.host[{i}].spaces[{j}]", f"no space {name!r}; known: {', '.join(sizes)}"
@@ -198,6 +224,17 @@ def _hosts(config: Config) -> Iterator[Problem]:
                     f"$.host[{i}].inbound_bytes",
                     f"{host.inbound_bytes:,} bytes do not hold one block of space {name!r} ({sizes[name]:,})",
                 )
+
+
+def _engines(config: Config) -> Iterator[Problem]:
+    spaces = [space.name for space in config.space]
+    for i, engine in enumerate(config.engine):
+        for name in (engine.space, *engine.loras.values()):
+            if name not in spaces:
+                yield f"$.engine[{i}]", f"no space {name!r}; known: {', '.join(spaces)}"
+    ranks = sum(max(len(engine.events), 1) for engine in config.engine)
+    if ranks > MAX_INSTANCES:
+        yield "$.engine", f"{ranks} ranks of engines are more than {MAX_INSTANCES}"
 
 
 def _links(config: Config) -> Iterator[Problem]:
@@ -213,6 +250,7 @@ def _envelope(config: Config) -> Iterator[Problem]:
     if config.envelope is None:
         return
     needed = config.staging.bytes + sum(host.inbound_bytes for host in config.host)
+    needed += sum(space.decode_bytes for space in config.space)
     if needed > config.envelope.dram_bytes:
         yield (
             "$.staging.bytes",

@@ -22,6 +22,7 @@ from dpurt import keys
 from dpurt.config import rules
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.identity import MAX_PARTS, Geometry, LayerGroup, Space
+from dpurt.core.rails import RailWish
 from dpurt.core.record import RecordLayout
 from dpurt.errors import ConfigError
 
@@ -121,18 +122,21 @@ class StagingConfig(Table, frozen=True, kw_only=True):
     """DRAM for blocks on their way. `lease_s` bounds a pull lease."""
 
     bytes: Positive
-    eviction: Name = "lru"
+    eviction: Name = "predicted"
     lease_s: Seconds = 30.0
 
 
 class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
-    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use. Subclasses: `AnyBdevConfig`."""
+    """What every kind of bdev has. `capacity_bytes` is the most the store on it may use; `drive_writes_per_day` how often
+    that may be written over (`dpurt.core.endurance`): given for all bdevs or for none. Subclasses: `AnyBdevConfig`.
+    """
 
     name: Name
     capacity_bytes: Positive | None = None
     segment_bytes: Positive = 64 << 20
     queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 32
     deadline_s: Seconds = 10.0
+    drive_writes_per_day: Seconds | None = None
 
     @property
     def kind(self) -> str:
@@ -150,13 +154,37 @@ class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
         raise NotImplementedError
 
 
+class ProfileConfig(Table, frozen=True, kw_only=True):
+    """What a modelled device can do. `jitter` is +-fraction of the latencies; `source` says where the figures come from."""
+
+    read_latency_us: Micros
+    write_latency_us: Micros
+    read_bytes_per_s: Positive
+    write_bytes_per_s: Positive
+    jitter: Share = 0.1
+    source: str = ""
+
+    def to_profile(self, name: str, queue_depth: int) -> DeviceProfile:
+        return DeviceProfile(
+            name=name,
+            read_latency_s=self.read_latency_us / 1e6,
+            write_latency_s=self.write_latency_us / 1e6,
+            read_bytes_per_s=self.read_bytes_per_s,
+            write_bytes_per_s=self.write_bytes_per_s,
+            queue_depth=queue_depth,
+            jitter=self.jitter,
+            source=self.source,
+        )
+
+
 class FileBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="file"):
     """A file or block device. Without `capacity_bytes` the cap is `size_bytes`, but at most 80 % of what is
-    free. A file is made as large as the cap, not larger.
+    free. A file is made as large as the cap, not larger. With `profile` it answers no sooner than such a device.
     """
 
     path: Text
     size_bytes: Positive | None = None
+    profile: ProfileConfig | None = None
 
     def __post_init__(self) -> None:
         if self.size_bytes is None and self.capacity_bytes is None:
@@ -205,16 +233,6 @@ class MemoryBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="memory"):
         return self.capacity_bytes or self.size_bytes
 
 
-class ProfileConfig(Table, frozen=True, kw_only=True):
-    """What a modelled device can do. `source` says where the figures come from."""
-
-    read_latency_us: Micros
-    write_latency_us: Micros
-    read_bytes_per_s: Positive
-    write_bytes_per_s: Positive
-    source: str = ""
-
-
 class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
     """Memory that answers as slowly as a device of this profile would."""
 
@@ -225,15 +243,7 @@ class ModelledBdevConfig(BdevConfig, frozen=True, kw_only=True, tag="modelled"):
         rules.check_capacity(self.capacity_bytes, self.size_bytes, self.segment_bytes)
 
     def open_params(self, config: Config) -> dict[str, object]:
-        profile = DeviceProfile(
-            name=self.name,
-            read_latency_s=self.profile.read_latency_us / 1e6,
-            write_latency_s=self.profile.write_latency_us / 1e6,
-            read_bytes_per_s=self.profile.read_bytes_per_s,
-            write_bytes_per_s=self.profile.write_bytes_per_s,
-            queue_depth=self.queue_depth,
-            source=self.profile.source,
-        )
+        profile = self.profile.to_profile(self.name, self.queue_depth)
         return {"size_bytes": self.size_bytes, "name": self.name, "profile": profile}
 
     def capacity(self, config: Config) -> int:
@@ -417,13 +427,30 @@ class GeometryConfig(Table, frozen=True, kw_only=True):
         return Geometry(block_tokens=self.block_tokens, groups=groups, token_bytes=self.token_bytes)
 
 
+class DecodeConfig(Table, frozen=True, kw_only=True):
+    """Staging for sparse decode, in addition to ``[staging] bytes``: slots of one layer group's part of one block.
+
+    `staging_bytes` are shared evenly by up to `sequences` that decode at once; of each the first `max_blocks` blocks can be
+    staged so. `prefetch_per_turn`: prefetches a layer group's turn, on average; 0 is none. `lookahead_groups`: how many
+    groups ahead history is asked while the engine ranks nothing. `spare_slots`: beyond the shares, for parts that pass
+    through.
+    """
+
+    staging_bytes: Positive
+    sequences: Positive = 1
+    max_blocks: Annotated[int, Meta(ge=1, le=1 << 14)] = 1024
+    prefetch_per_turn: Annotated[float, Meta(ge=0, le=64)] = 4.0
+    lookahead_groups: Positive = 4
+    spare_slots: Positive = 64
+
+
 class SpaceConfig(Table, frozen=True, kw_only=True):
     """A space: see `dpurt.core.identity.Space`.
 
     `ttl_s` 0 means blocks do not age (the byte cap still reclaims them). `staging_share` is this space's part
     of staging; what is left over is split evenly among the spaces that name none. `domain` is the trust
     domain: spaces of one domain share a region, which their hosts may map whole. By default each tenant is
-    its own.
+    its own. `decode`: see there.
     """
 
     name: Name
@@ -439,6 +466,7 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
     ttl_s: Annotated[float, Meta(ge=0)] = 0.0
     staging_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     domain: Name | None = None
+    decode: DecodeConfig | None = None
 
     @property
     def trust_domain(self) -> str:
@@ -464,10 +492,27 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
         """Bytes of one block of one shard, in staging and on a bdev. Does not need the salt."""
         return RecordLayout.of(self.to_space(b"")).record_bytes
 
+    @property
+    def part_slot_bytes(self) -> int:
+        """Bytes of a slot of decode staging: a header and the largest part."""
+        layout = RecordLayout.of(self.to_space(b""))
+        return max(layout.of_part(part).record_bytes for part in range(layout.num_parts))
+
+    @property
+    def decode_slots(self) -> int:
+        """Slots of decode staging that its sequences share, without the spare ones."""
+        return 0 if self.decode is None else self.decode.staging_bytes // self.part_slot_bytes
+
+    @property
+    def decode_bytes(self) -> int:
+        """DRAM that decode staging takes, spare slots included."""
+        spare = 0 if self.decode is None else self.decode.spare_slots
+        return (self.decode_slots + spare) * self.part_slot_bytes
+
 
 class HostConfig(Table, frozen=True, kw_only=True):
     """A GPU host that may connect. `fabrics`: best first. `public_key`: only the bearer of its secret may
-    claim the name.
+    claim the name. `rails` are those of the node that lead to it (none named: all), `switch` is the one it hangs on.
     """
 
     name: Name
@@ -477,6 +522,59 @@ class HostConfig(Table, frozen=True, kw_only=True):
     public_key: Annotated[str, Meta(min_length=keys.Z85_KEY_CHARS, max_length=keys.Z85_KEY_CHARS)] | None = (
         None
     )
+    rails: tuple[Name, ...] = ()
+    switch: str = ""
+
+
+class RailConfig(Table, frozen=True, kw_only=True):
+    """One way out of this node for RDMA: a port of a NIC, by its device's name or its IPv4 address. `switch`: where its cable
+    ends. `numa` and `bandwidth_bytes_per_s` are asked of the kernel where they are not given.
+    """
+
+    name: Name
+    device: str = ""
+    address: str = ""
+    switch: str = ""
+    numa: Annotated[int, Meta(ge=0)] | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if not self.device and not self.address:
+            raise ValueError(f"rail {self.name!r}: give device, address or both")
+
+
+class EngineConfig(Table, frozen=True, kw_only=True):
+    """An inference engine whose KV events tell what its host holds, and to which requests may be routed.
+
+    `events` and `replay`: endpoints, one for each data-parallel rank; or `discovery`, its HTTP address (``http://host:port``),
+    and it says so itself. `bind`: the engine connects to us. `space` is what its base model's blocks belong to, `loras` those
+    of its adapters, by name. `prefill_tokens_per_s` and `cpu_tokens_per_s` (from its CPU memory) estimate waits.
+    """
+
+    name: Name
+    kind: Literal["vllm", "sglang"]
+    space: Name
+    loras: dict[str, Name] = {}
+    events: tuple[Text, ...] = ()
+    replay: tuple[Text, ...] = ()
+    topic: str = ""
+    discovery: Text | None = None
+    bind: bool = False
+    block_tokens: Positive | None = None
+    prefill_tokens_per_s: Positive = 8192
+    cpu_tokens_per_s: Positive = 200_000
+
+    def __post_init__(self) -> None:
+        if bool(self.events) == (self.discovery is not None):
+            raise ValueError("give either events, an endpoint a rank, or discovery")
+        if self.replay and len(self.replay) != len(self.events):
+            raise ValueError(f"{len(self.replay)} replay endpoints for {len(self.events)} ranks")
+        for endpoint in (*self.events, *self.replay):
+            rules.check_endpoint(endpoint, "events and replay", ("tcp", "ipc"))
+        if self.bind and not all(map(rules.is_local, self.events)):
+            raise ValueError("an endpoint to bind that is not loopback could be written to by anybody")
+        if self.discovery is not None and urlsplit(self.discovery).scheme != "http":
+            raise ValueError(f"discovery: expected http://host:port, got {self.discovery!r}")
 
 
 class LinkConfig(Table, frozen=True, kw_only=True):
@@ -489,13 +587,14 @@ class LinkConfig(Table, frozen=True, kw_only=True):
 
 
 class VerbsConfig(Table, frozen=True, kw_only=True):
-    """Which RDMA device the verbs fabric uses: by name, by its IPv4 address, or the only one there is. `port`: TCP, of the
-    control connection, on the device's address; 0: any.
+    """Which RDMA device the verbs fabric uses: by name, by its IPv4 address, or the only one there is; with `[[rail]]` tables
+    it is those. `port`: TCP, of the control connection, on the device's address; 0: any. `queue_pairs`: of a host, on each rail.
     """
 
     device: str = ""
     address: str = ""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    queue_pairs: Annotated[int, Meta(ge=1, le=4)] = 1
 
 
 class FabricConfig(Table, frozen=True, kw_only=True):
@@ -519,11 +618,25 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     """Which predictors run, and the budget they compete for."""
 
     enabled: bool = True
-    predictors: tuple[Predictor, ...] = ("sliding_window", "hint", "attention_ewma", "cross_request")
+    predictors: tuple[Predictor, ...] = ("sliding_window", "attention", "cross_request")
     lookahead_blocks: Positive = 64
     bandwidth_bytes_per_s: Positive = 1 << 30
     staging_fraction: Share = 0.5
     min_probability: Share = 0.05
+
+
+class PlacementConfig(Table, frozen=True, kw_only=True):
+    """The second hop of prefetch: staged blocks put into the landing zones that hosts offer, under this budget of each host's
+    link. `max_slots`: of one zone.
+    """
+
+    enabled: bool = True
+    predictors: tuple[Predictor, ...] = ("sliding_window", "hint")
+    lookahead_blocks: Positive = 16
+    bandwidth_bytes_per_s: Positive = 1 << 30
+    queue_depth: Annotated[int, Meta(ge=1, le=64)] = 8
+    min_probability: Share = 0.05
+    max_slots: Annotated[int, Meta(ge=1, le=1 << 16)] = 4096
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):
@@ -532,11 +645,16 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
     bind: str = ""
 
     def __post_init__(self) -> None:
-        if not self.bind:
-            return
-        rules.check_endpoint(f"tcp://{self.bind}", "metrics.bind", ("tcp",))
-        if not rules.is_local(f"tcp://{self.bind}"):
-            raise ValueError(f"bind {self.bind!r} is not loopback, and the page has no authentication")
+        rules.check_loopback(self.bind, "metrics.bind")
+
+
+class RouterConfig(Table, frozen=True, kw_only=True):
+    """Routing questions over HTTP on loopback, e.g. ``"127.0.0.1:8090"``; empty is off."""
+
+    bind: str = ""
+
+    def __post_init__(self) -> None:
+        rules.check_loopback(self.bind, "router.bind")
 
 
 class EnvelopeConfig(Table, frozen=True, kw_only=True):
@@ -559,12 +677,16 @@ class Config(Table, frozen=True, kw_only=True):
     tenant: Annotated[tuple[TenantConfig, ...], Meta(min_length=1)]
     space: Annotated[tuple[SpaceConfig, ...], Meta(min_length=1)]
     host: tuple[HostConfig, ...] = ()
+    engine: tuple[EngineConfig, ...] = ()
     link: tuple[LinkConfig, ...] = ()
+    rail: Annotated[tuple[RailConfig, ...], Meta(max_length=4)] = ()
     node: NodeConfig = NodeConfig()
     gateway: GatewayConfig = GatewayConfig()
     fabric: FabricConfig = FabricConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+    placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
+    router: RouterConfig = RouterConfig()
     envelope: EnvelopeConfig | None = None
 
     def space_named(self, name: str) -> SpaceConfig:
@@ -577,6 +699,12 @@ class Config(Table, frozen=True, kw_only=True):
 
     def host_named(self, name: str) -> HostConfig | None:
         return next((host for host in self.host if host.name == name), None)
+
+    def rails(self) -> tuple[RailWish, ...]:
+        """What the verbs fabric should use, at least one."""
+        if self.rail:
+            return tuple(RailWish(**msgspec.structs.asdict(rail)) for rail in self.rail)
+        return (RailWish("rdma", self.fabric.verbs.device, self.fabric.verbs.address),)
 
     def to_space(self, name: str) -> Space:
         """The identity of a space, its tenant's salt loaded, epoch 0. ConfigError when the salt cannot be

@@ -16,16 +16,20 @@ Admission. A prediction is refused at once, for a reason that is counted, if it 
   `late_ok_s`;
 - ``over_budget``: too many wait already.
 
+A prediction may come with its `worth` (see `dpurt.core.eviction.Outlook`); without one its probability is it.
+
 Otherwise it *waits*. Order: the *sure* ones (more likely used than not) before the others; then by latest
 useful start, in quanta of `quantum_s`, so that deadlines rule; within a quantum by value per byte =
-probability x time saved / bytes, where the time saved is that of the demand read or of the recompute,
+worth x time saved / bytes, where the time saved is that of the demand read or of the recompute,
 whichever is shorter. Ties are broken by need, then by job number, so a replay repeats itself.
 
 Issue. The first waiting one goes to the device while there is a queue place, bandwidth left after what demand
 reads have queued (a token bucket: demand is always first), and staging for it. A prefetch holds up each
 demand read that comes behind it for its whole length, and saves one at best. So while demand reads are queued,
 or were within `quiet_s`, only sure ones that must start within `pressing_s` are issued; the others wait for a
-quiet moment. One that waits past its use is refused ``over_budget``.
+quiet moment. One that waits past its use is refused ``over_budget``; one that is
+not worth `hysteresis` more than the block which would have to leave for it (the view's `price`) ``not_worth_room``.
+Those nearly certain (`CERTAIN`) need only be worth more. So prefetch never throws out what it will want next.
 
 Throttle. For each predictor the arbiter keeps what it promised (the sum of probabilities of its issued jobs)
 and what came true, both forgotten slowly. Their ratio, at most 1, scales its later probabilities: a predictor
@@ -63,6 +67,7 @@ class Budget:
     burst_s: float = 0.05
     quiet_s: float = 0.05
     pressing_s: float = 1.0
+    hysteresis: float = 0.5
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
@@ -99,6 +104,10 @@ class StagingView(Protocol):
         """Staging a fetch could take now: free, or evictable for it."""
         ...
 
+    def price(self, block: int, now: float) -> float:
+        """What the block that would leave for this one is worth; 0 if none has to, or nobody knows."""
+        ...
+
 
 class Job(NamedTuple):
     """An admitted prediction."""
@@ -132,7 +141,9 @@ _Key = tuple[
     bool, int, float, float, int
 ]  # unsure?, quantum of the latest start, -value per byte, need_by, job
 SURE = 0.5
+CERTAIN = 0.9
 NEVER = float("-inf")
+NOT_BY_ITSELF = float("inf")
 
 
 class _Waiting(NamedTuple):
@@ -183,6 +194,7 @@ class Arbiter:
         self._tokens_at: float = NEVER
         self._demand_at: float = NEVER  # when demand reads were last seen queued
         self._wakeup: float | None = None
+        self._blocked_until: float = NEVER
 
     def plan(self, predictions: Iterable[Prediction], view: StagingView, now: float) -> Plan:
         """Admit or refuse each prediction, then issue what the budget allows."""
@@ -205,6 +217,7 @@ class Arbiter:
         """A flying job landed or failed: it leaves the queue. Its bytes stay held until `release`."""
         job = self._flying.pop(number)
         self.flying_bytes -= job.record_bytes
+        self._blocked_until = NEVER
         del self._job_of[job.prediction.block, job.prediction.parts_mask]
         return job
 
@@ -212,11 +225,16 @@ class Arbiter:
         """Bytes of an answered job are not held for prefetch any more: used, evicted, useless, or never
         came."""
         self.held_bytes -= num_bytes
+        self._blocked_until = NEVER
         assert self.held_bytes >= 0, "released more than was held"
 
     def learn(self, predictor: str, probability: float, used: bool) -> None:
         """An issued job of this predictor was used, or was not."""
         self._record(predictor).learn(probability, used)
+
+    def is_ready(self, now: float) -> bool:
+        """Something waits, and might be issued: the last `plan` ended for a reason that may be gone."""
+        return bool(self._waiting) and now >= self._blocked_until
 
     def waiting_on(self, block: int, parts_mask: int | None) -> int | None:
         """The waiting job for exactly these parts of the block."""
@@ -271,7 +289,8 @@ class Arbiter:
         saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
         job = Job(self._next_job, prediction, num_bytes)
         self._next_job += 1
-        key = self._key(probability < SURE, read_s, probability * saved_s / num_bytes, need_by, job.number)
+        value = _worth(prediction, probability) * saved_s / num_bytes
+        key = self._key(probability < SURE, read_s, value, need_by, job.number)
         self._waiting[job.number] = _Waiting(job, key)
         self._job_of[block, mask] = job.number
         heapq.heappush(self._order, key)
@@ -321,7 +340,7 @@ class Arbiter:
             return
         read_s = self.budget.read_s(waiting.job.record_bytes)
         probability = prediction.probability * self._record(prediction.predictor).factor
-        value = max(-waiting.key[2], probability * read_s / waiting.job.record_bytes)
+        value = max(-waiting.key[2], _worth(prediction, probability) * read_s / waiting.job.record_bytes)
         need_by = min(waiting.key[3], prediction.need_by)
         key = self._key(waiting.key[0] and probability < SURE, read_s, value, need_by, number)
         if key < waiting.key:
@@ -335,6 +354,7 @@ class Arbiter:
 
     def _issue(self, view: StagingView, now: float, plan: Plan) -> None:
         self._wakeup = None
+        self._blocked_until = now
         if not self._waiting:
             self._order.clear()
             return
@@ -346,15 +366,19 @@ class Arbiter:
         spendable = self._tokens - backlog
         quiet_at = self._demand_at + self.budget.quiet_s
         while (waiting := self._first(view, now, plan)) is not None:
-            if len(self._flying) >= self.budget.queue_depth or waiting.job.record_bytes > room:
+            if len(self._flying) >= self.budget.queue_depth:
+                self._blocked_until = NOT_BY_ITSELF
                 break
+            if waiting.job.record_bytes > room:
+                break  # until any event: leases end without one of ours
             if now < quiet_at and not self._is_pressing(waiting, now):
-                self._wakeup = quiet_at
+                self._wakeup = self._blocked_until = quiet_at
                 break
             if spendable <= 0:
                 # demand reads end without an event of ours: look again soon, not when tokens alone allow
                 wait_s = (1 - spendable) / self.budget.bandwidth_bytes_per_s
                 self._wakeup = now + max(wait_s, self.budget.burst_s / 4)
+                self._blocked_until = now if backlog else now + wait_s
                 break
             self._launch(waiting, plan)
             room -= waiting.job.record_bytes
@@ -370,15 +394,27 @@ class Arbiter:
             if waiting is None or waiting.key != key:
                 heapq.heappop(self._order)
                 continue
-            prediction = waiting.job.prediction
-            where = view.where(prediction.block, prediction.parts_mask)
-            if where == "nvme" and now < key[3] + self.budget.late_ok_s:
+            reason = self._second_thoughts(waiting.job.prediction, key[3], view, now)
+            if reason is None:
                 return waiting
             heapq.heappop(self._order)
             self.withdraw(key[4])
-            reason = "over_budget" if where == "nvme" else _ELSEWHERE[where]
-            plan.refusals.append(Refusal(prediction, reason, key[4], was_waiting=True))
+            plan.refusals.append(Refusal(waiting.job.prediction, reason, key[4], was_waiting=True))
         return None
+
+    def _second_thoughts(
+        self, prediction: Prediction, need_by: float, view: StagingView, now: float
+    ) -> str | None:
+        """Why a waiting job is not worth a fetch any more."""
+        where = view.where(prediction.block, prediction.parts_mask)
+        if where != "nvme":
+            return _ELSEWHERE[where]
+        if now >= need_by + self.budget.late_ok_s:
+            return "over_budget"
+        price = view.price(prediction.block, now)
+        worth = _worth(prediction, prediction.probability)
+        margin = 1.0 if worth >= CERTAIN else 1.0 + self.budget.hysteresis
+        return "not_worth_room" if 0.0 < price and worth <= price * margin else None
 
     def _is_pressing(self, waiting: _Waiting, now: float) -> bool:
         is_unsure, _, _, need_by, _ = waiting.key
@@ -413,6 +449,10 @@ class Arbiter:
         if record is None:
             record = self._records[predictor] = _Record()
         return record
+
+
+def _worth(prediction: Prediction, probability: float) -> float:
+    return probability if prediction.worth is None else prediction.worth
 
 
 _ELSEWHERE: dict[Where, str] = {"staging": "resident", "in_flight": "duplicate", "gone": "gone"}

@@ -34,6 +34,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Columns = npt.NDArray[np.intp]
 
+NO_MASS = 105  # a mass code q means a share of attention of 2 ** (-q / 8); this one none
+MASS_OF = np.where(np.arange(256) < NO_MASS, np.exp2(-np.arange(256) / 8.0), 0.0).astype(np.float32)
 RANKS = 48  # ranks told apart; worse ones count as not hinted
 _AGES = 256  # ages told apart, in turns
 _RANK_EDGES = (1, 2, 4, 6, 8, 10, 13, 17, 22, 30, 40, RANKS)
@@ -41,6 +43,13 @@ _AGE_EDGES = (1, 2, 3, 4, 6, 9, 14, 24, 48, 128)
 _LEAST_MASS = np.float32(2**-13)  # what is less counts as this
 _SPEEDS = (0.5, 0.12, 0.02)
 _FADES = (0.5, 0.85)
+
+
+def mass_codes(masses: npt.NDArray[np.floating]) -> npt.NDArray[np.uint8]:
+    """The nearest mass codes of shares of attention; none reaches `NO_MASS`, for these were wanted."""
+    floor = 2.0 ** (-(NO_MASS - 1) / 8)
+    codes: npt.NDArray[np.uint8] = np.rint(-8 * np.log2(np.clip(masses, floor, 1.0))).astype(np.uint8)
+    return codes
 
 
 def _thermometer(size: int, edges: tuple[int, ...], first: int) -> Floats:

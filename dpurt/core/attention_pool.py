@@ -47,6 +47,15 @@ class PoolBudget:
             raise ValueError("mean and burst must be >= 0, and saved >= mean")
 
 
+SAVED_TURNS = 120
+
+
+def pooled_budget(mean: float) -> PoolBudget:
+    """So many fetches a turn on average, up to two and a half times as many at once; the usual settings."""
+    saved = SAVED_TURNS * mean
+    return PoolBudget(mean=mean, burst=int(2.5 * mean), saved=saved, threshold=0.02, margin=0.3)
+
+
 class AttentionPool:
     """See the module's docstring. One owner; `width` bounds the columns."""
 

@@ -103,6 +103,12 @@ class BlockTable:
         """Whether the id is in use."""
         return 0 <= block < self.high_water and self.parent.item(block) != FREE
 
+    def are_live(self, ids: I32) -> npt.NDArray[np.bool_]:
+        """`is_live` of each id, none of which may be negative."""
+        inside = ids < self.high_water
+        live: npt.NDArray[np.bool_] = inside & (self.parent[np.where(inside, ids, 0)] != FREE)
+        return live
+
     def live(self) -> I32:
         """All ids in use."""
         return np.flatnonzero(self.parent[: self.high_water] != FREE).astype(np.int32)

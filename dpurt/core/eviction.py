@@ -20,25 +20,39 @@ Protection. `victim` takes an optional predicate naming blocks somebody is expec
 request, a prediction). It is a preference: among the `LOOK` oldest candidates the first unprotected one goes,
 else the oldest.
 
+Prediction. `Predicted` orders blocks by what an `Outlook` says they are worth: how many uses are expected of each in
+the near future. What is wanted soon stays, what is wanted late leaves first, and blocks of which nothing is known
+leave before all, least recently used first. The outlook is asked for all blocks at once, at most every `REFRESH_S`
+unless the list of next victims runs out, so a ranking costs little per victim. With an outlook that knows nothing
+(`Blind`) it is LRU. `price` is what the next victim is worth: who wants room for a prefetch should have something worth
+more (see `dpurt.core.arbiter`), or staging would throw out what it is about to want.
+
 S3-FIFO follows Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 __all__ = [
     "LOOK",
     "POLICIES",
     "Belady",
+    "Blind",
     "EvictionPolicy",
     "Fifo",
     "Lfu",
     "Lru",
+    "Outlook",
+    "Predicted",
     "Protect",
     "S3Fifo",
     "make_policy",
@@ -48,6 +62,39 @@ LOOK = 16  # candidates a search may pass over in favour of protected blocks
 
 Protect = Callable[[int], bool]
 _Key = tuple[float, int]
+
+
+class Outlook(Protocol):
+    """Who knows when blocks are wanted next: a predictor of returns. One for all pools that share its blocks' names.
+
+    Worth is the number of uses expected of a block within the outlook's window, 0 for one it knows nothing of.
+    Only the order matters to an eviction, the ratio to the arbiter's hysteresis.
+    """
+
+    def came(self, block: int) -> None:
+        """`block` has a place in staging from now on. May be said once per pool that has one."""
+        ...
+
+    def left(self, block: int) -> None:
+        """A block that came has left."""
+        ...
+
+    def worth(self, blocks: Sequence[int], now: float) -> NDArray[np.float64]:
+        """What each of these blocks is worth keeping, in their order. The caller may keep the answer."""
+        ...
+
+
+class Blind:
+    """An outlook that knows nothing."""
+
+    def came(self, block: int) -> None:
+        pass
+
+    def left(self, block: int) -> None:
+        pass
+
+    def worth(self, blocks: Sequence[int], now: float) -> NDArray[np.float64]:
+        return np.zeros(len(blocks))
 
 
 class EvictionPolicy(Protocol):
@@ -82,6 +129,10 @@ class EvictionPolicy(Protocol):
         """The block to evict next, or None when every resident block is held. It stays resident until
         `remove`.
         """
+        ...
+
+    def price(self, now: float) -> float:
+        """What the next victim is worth, see `Outlook`; 0 when the policy does not know, or there is none."""
         ...
 
     def remove(self, block: int, *, evicted: bool) -> None:
@@ -227,6 +278,11 @@ class _AgeOrder:
         if self._aside:
             self._aside.unheld(block)
 
+    def unheld_blocks(self) -> list[int]:
+        """All blocks that are not held, oldest first."""
+        aside = self._aside.least(len(self._aside)) if self._aside else []
+        return aside + [block for block in self._order if block not in self._held]
+
     def discard(self, block: int) -> bool:
         """Forget a block; False if it was not here."""
         if block in self._order:
@@ -284,6 +340,9 @@ class Fifo:
     def victim(self, now: float, protect: Protect | None = None) -> int | None:
         return _choose(self._order.oldest, protect)
 
+    def price(self, now: float) -> float:
+        return 0.0
+
     def remove(self, block: int, *, evicted: bool) -> None:
         self._held.discard(block)
         self._order.discard(block)
@@ -296,6 +355,105 @@ class Lru(Fifo):
 
     def touch(self, blocks: Iterable[int], now: float) -> None:
         self._order.renew(blocks)
+
+
+class Predicted(Lru):
+    """The block worth least goes first, the least recently used of equals; see "Prediction" above.
+
+    ::
+
+        leaving: worth least first, as ranked at `_ranked_at`   | the other resident blocks
+          less those touched, held, protected or gone since     |   held, newer than the ranking, or worth more
+
+    A block that came since the ranking and is worth less than the next victim goes before it, once nobody holds it:
+    what was read for a request, which has used it, should not push out what others will want.
+    """
+
+    name = "predicted"
+    REFRESH_S = 1.0
+    AGAIN_S = 0.25  # when the list has run out
+    BATCH = 16  # newcomers looked at in one go
+
+    def __init__(self, capacity: int, outlook: Outlook) -> None:
+        super().__init__(capacity)
+        self._outlook = outlook
+        self._batch = max(64, capacity // 8)
+        self._leaving: OrderedDict[int, float] = OrderedDict()
+        self._ranked_at = -math.inf
+        self._came: set[int] = set()  # since the ranking
+        self._at_rest: dict[int, None] = {}  # those of them that were let go
+
+    def insert(self, block: int, now: float) -> None:
+        super().insert(block, now)
+        self._outlook.came(block)
+        self._came.add(block)
+
+    def unhold(self, block: int) -> None:
+        super().unhold(block)
+        if block in self._came:
+            self._at_rest[block] = None
+
+    def touch(self, blocks: Iterable[int], now: float) -> None:
+        blocks = tuple(blocks)
+        super().touch(blocks, now)
+        if self._leaving:
+            for block in blocks:
+                self._leaving.pop(block, None)
+
+    def victim(self, now: float, protect: Protect | None = None) -> int | None:
+        block = self._first_to_leave(now, protect)
+        return super().victim(now, protect) if block is None else block
+
+    def price(self, now: float) -> float:
+        block = self._first_to_leave(now, None)
+        return 0.0 if block is None else self._leaving[block]
+
+    def remove(self, block: int, *, evicted: bool) -> None:
+        super().remove(block, evicted=evicted)
+        self._leaving.pop(block, None)
+        self._came.discard(block)
+        self._at_rest.pop(block, None)
+        self._outlook.left(block)
+
+    def _first_to_leave(self, now: float, protect: Protect | None) -> int | None:
+        if now - self._ranked_at >= self.REFRESH_S:
+            self._rank_all(now)
+        elif len(self._at_rest) >= self.BATCH:
+            self._put_first(now)
+        first = self._first_listed(protect)
+        if first is None and now - self._ranked_at >= self.AGAIN_S:
+            self._rank_all(now)
+            first = self._first_listed(protect)
+        return first
+
+    def _first_listed(self, protect: Protect | None) -> int | None:
+        """The first on the list that may go. Those before it that may not are struck off."""
+        leaving = self._leaving
+        while leaving:
+            block = next(iter(leaving))
+            if block not in self._held and not (protect is not None and protect(block)):
+                return block
+            del leaving[block]
+        return None
+
+    def _put_first(self, now: float) -> None:
+        """Newcomers at rest that are worth less than the next victim."""
+        price = next(iter(self._leaving.values()), 0.0)
+        blocks = [block for block in self._at_rest if block not in self._held]
+        self._at_rest.clear()
+        for block, worth in zip(blocks, self._outlook.worth(blocks, now).tolist(), strict=True):
+            if worth < price:
+                self._leaving[block] = worth
+                self._leaving.move_to_end(block, last=False)
+
+    def _rank_all(self, now: float) -> None:
+        self._ranked_at = now
+        self._came.clear()
+        self._at_rest.clear()
+        blocks = self._order.unheld_blocks()
+        worth = self._outlook.worth(blocks, now)
+        first = np.argsort(worth, kind="stable")[: self._batch].tolist()
+        self._leaving = OrderedDict((blocks[i], float(worth[i])) for i in first)
 
 
 class _Keyed:
@@ -318,6 +476,9 @@ class _Keyed:
 
     def victim(self, now: float, protect: Protect | None = None) -> int | None:
         return _choose(self._heap.least, protect)
+
+    def price(self, now: float) -> float:
+        return 0.0
 
     def remove(self, block: int, *, evicted: bool) -> None:
         self._held.discard(block)
@@ -438,6 +599,9 @@ class S3Fifo:
                 return _prefer_unprotected(candidates, protect)
         return None
 
+    def price(self, now: float) -> float:
+        return 0.0
+
     def remove(self, block: int, *, evicted: bool) -> None:
         self._held.discard(block)
         del self._count[block]
@@ -471,13 +635,27 @@ class S3Fifo:
             self._ghost.popitem(last=False)
 
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {p.name: p for p in (Lru, Fifo, Lfu, S3Fifo)}
+_Plain = type[Fifo] | type[Lfu] | type[S3Fifo]
 
 
-def make_policy(name: str, capacity: int) -> EvictionPolicy:
-    """A policy by name, for `capacity` slots. ValueError for a name that is not in `POLICIES`."""
+def _plain(policy: _Plain) -> Callable[[int, Outlook], EvictionPolicy]:
+    """A policy that asks nobody."""
+    return lambda capacity, _outlook: policy(capacity)
+
+
+_PLAIN: tuple[_Plain, ...] = (Lru, Fifo, Lfu, S3Fifo)
+POLICIES: dict[str, Callable[[int, Outlook], EvictionPolicy]] = {
+    Predicted.name: Predicted,
+    **{policy.name: _plain(policy) for policy in _PLAIN},
+}
+
+
+def make_policy(name: str, capacity: int, outlook: Outlook | None = None) -> EvictionPolicy:
+    """A policy by name, for `capacity` slots. ValueError for a name that is not in `POLICIES`. Without an outlook
+    ``predicted`` knows nothing and is LRU.
+    """
     if name not in POLICIES:
         raise ValueError(f"unknown eviction policy {name!r}; known: {', '.join(sorted(POLICIES))}")
     if capacity < 1:
         raise ValueError(f"capacity must be >= 1, got {capacity}")
-    return POLICIES[name](capacity)
+    return POLICIES[name](capacity, outlook or Blind())

@@ -184,7 +184,7 @@ def _held(
     index: PrefixIndex, ids: np.ndarray[tuple[int], np.dtype[np.int32]], with_hosts: bool
 ) -> list[Change]:
     keys: U64 = index.table.keys
-    own = ids[index.is_whole(ids)]
+    own = ids[index.are_resident(ids)]
     changes = [Change(True, NODE, 0, keys[own].tobytes())] if len(own) else []
     if not with_hosts or not len(ids):
         return changes

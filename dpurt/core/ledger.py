@@ -273,6 +273,12 @@ class Ledger:
             heapq.heappush(self._expiries, entry)
         return settled
 
+    def close(self) -> None:
+        """Nothing will happen any more: what waits or flies is cancelled, what was not used is useless."""
+        for job, record in list(self._open.items()):
+            has_landed = record.state in (_State.STAGED, _State.EVICTED)
+            self._settle(job, record, Outcome.USELESS if has_landed else Outcome.CANCELLED)
+
     def next_expiry(self) -> float | None:
         """When `expire` may have something to do."""
         while self._expiries and self._expiries[0][1] not in self._open:

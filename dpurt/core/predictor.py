@@ -10,11 +10,10 @@ everything ever seen, and state is kept per live sequence or in a bounded table.
 when it will have something to say without any event (None: never). When a sequence ends or is forgotten it
 gets `Finished` or `SequenceGone` and drops what it kept for it.
 
-The predictors here are the first forms: `SlidingWindow` (read-ahead of a load), `AttentionPrevious` and
-`AttentionEwma` (history of sparse decode steps), `Hints` (an engine's ranked hints) and `CrossRequest` (a
-finished or paused conversation returns). `AttentionLearned` combines history and hints by what they proved
-worth. Whether they are right is the ledger's business; how much they may
-spend is the arbiter's.
+The predictors here are `SlidingWindow` (read-ahead of a load), `AttentionPrevious` and `AttentionEwma` (history of
+sparse decode steps), `Hints` (an engine's ranked hints) and `AttentionLearned`, which combines history and hints by
+what they proved worth; that conversations return is foreseen in `dpurt.core.returns`. Whether predictions are right is
+the ledger's business; how much they may spend is the arbiter's.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -51,7 +49,8 @@ class Prediction(NamedTuple):
     """`block` (or those of its parts whose bits are set; None: whole) will be wanted at `need_by` with
     `probability`.
 
-    `sequence` is whose end makes it pointless, or None when it outlives sequences. A tuple, not a dataclass:
+    `sequence` is whose end makes it pointless, or None when it outlives sequences. `worth` is what a place in
+    staging is worth to it, in the unit of `dpurt.core.eviction.Outlook`; None: its probability. A tuple, not a dataclass:
     made by the dozen on every arrival.
     """
 
@@ -62,6 +61,7 @@ class Prediction(NamedTuple):
     predictor: str
     sequence: int | None
     owner: Owner = NOBODY
+    worth: float | None = None
 
 
 class Predictor(Protocol):
@@ -470,243 +470,3 @@ class AttentionLearned(_Drain):
                     decode.owner,
                 )
             )
-
-
-# --- cross-request: a conversation returns ------------------------------------------------------------------
-
-AGE_EDGES = (0.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-# Mooncake conversation trace: share of requests with a follow-up within each edge above (any depth)
-FOLLOW_UP = (0.0, 0.002, 0.022, 0.084, 0.195, 0.315, 0.388, 0.409)
-# the same trace: follow-up within 10 minutes at turn depth 1, 2, ... 6 and more
-BY_DEPTH = (0.31, 0.42, 0.52, 0.63, 0.62, 0.77)
-
-
-class ReturnHazard:
-    """Rate (1/s) at which a conversation idle for some time returns, by turn depth; a table of depth x age
-    bins.
-
-    The priors are the tables above, worth `prior_chains` observed conversations; `exposed` and `returned`
-    teach it online, so a trace of agents, which return in seconds, soon looks unlike one of chats.
-    """
-
-    def __init__(self, prior_chains: float = 20.0) -> None:
-        self._returns = [[0.0] * len(AGE_EDGES) for _ in BY_DEPTH]
-        self._exposure_s = [[0.0] * len(AGE_EDGES) for _ in BY_DEPTH]
-        for depth, within_10_min in enumerate(BY_DEPTH):
-            scale = within_10_min / FOLLOW_UP[AGE_EDGES.index(600.0)]
-            for age_bin in range(len(AGE_EDGES) - 1):
-                self._set_prior(depth, age_bin, scale, prior_chains)
-
-    def _set_prior(self, depth: int, age_bin: int, scale: float, chains: float) -> None:
-        gone_before, gone_after = (min(0.99, FOLLOW_UP[i] * scale) for i in (age_bin, age_bin + 1))
-        waiting = chains * (1 - (gone_before + gone_after) / 2)
-        self._returns[depth][age_bin] = chains * (gone_after - gone_before)
-        self._exposure_s[depth][age_bin] = waiting * (AGE_EDGES[age_bin + 1] - AGE_EDGES[age_bin])
-
-    def exposed(self, depth: int, age_bin: int, seconds: float) -> None:
-        """A conversation was idle for `seconds` within the bin."""
-        self._exposure_s[_row(depth)][age_bin] += seconds
-
-    def returned(self, depth: int, age_bin: int) -> None:
-        """A conversation came back at an age in the bin."""
-        self._returns[_row(depth)][age_bin] += 1
-
-    def probability(self, depth: int, age_bin: int, seconds: float) -> float:
-        """That a conversation whose age is in the bin returns within the next `seconds` of it."""
-        row = _row(depth)
-        exposure = self._exposure_s[row][age_bin]
-        return -math.expm1(-self._returns[row][age_bin] / exposure * seconds) if exposure > 0 else 0.0
-
-
-def _row(depth: int) -> int:
-    return min(depth, len(BY_DEPTH)) - 1
-
-
-def _age_bin(age: float) -> int:
-    """The bin an age lies in; the last edge and beyond belong to the last bin."""
-    last = len(AGE_EDGES) - 2
-    return next((i for i in range(last) if age < AGE_EDGES[i + 1]), last)
-
-
-@dataclass(slots=True)
-class _Chain:
-    """A conversation: its blocks in prefix order, its depth in turns, and, while idle, since when."""
-
-    blocks: tuple[int, ...]
-    depth: int
-    owner: Owner
-    idle_since: float | None = None
-    age_bin: int = 0
-
-
-class CrossRequest(_Drain):
-    """After a turn ends its chain returns with a hazard that depends on depth and age; arrival and resume
-    fire at once.
-
-    An idle chain is looked at when it enters an age bin: if its chance of returning within the next
-    `window_s` reaches `floor`, its first `head_blocks` blocks are predicted (later ones arrive while those
-    load), and it is looked at again a window later. While the chance is below the floor (the dead time)
-    nothing is predicted, so the blocks may leave. The window should not exceed the time an unused block
-    survives in staging: what is fetched earlier has left when its use comes. A pause with an expected length
-    is predicted for its end instead.
-
-    A request continues a chain when the last block it matched is one of that chain's last two (a turn's last
-    block is often partial and changes). At most `max_chains` are kept, oldest dropped first.
-    """
-
-    name = "cross_request"
-    interests = frozenset({Arrived, Stored, Paused, Resumed, Finished, SequenceGone})
-    SURE = 0.98
-
-    def __init__(
-        self,
-        head_blocks: int = 16,
-        floor: float = 0.05,
-        window_s: float = 10.0,
-        block_s: float = 0.01,
-        max_chains: int = 16_384,
-        hazard: ReturnHazard | None = None,
-    ) -> None:
-        super().__init__()
-        if head_blocks < 1 or max_chains < 1 or window_s <= 0:
-            raise ValueError("head_blocks and max_chains must be >= 1 and window_s > 0")
-        self.head_blocks = head_blocks
-        self.floor = floor
-        self.window_s = window_s
-        self.block_s = block_s
-        self.max_chains = max_chains
-        self.hazard = hazard or ReturnHazard()
-        self._active: dict[int, _Chain] = {}  # by sequence
-        self._idle: dict[int, _Chain] = {}  # by serial number, oldest first
-        self._serial = 0
-        self._serial_of_tail: dict[int, int] = {}
-        self._timers: list[tuple[float, int, int]] = []  # when, serial, age bin entered
-        self._reactions: dict[type[Event], Callable[..., None]] = {
-            Arrived: self._arrived,
-            Stored: self._stored,
-            Paused: self._paused,
-            Resumed: self._resumed,
-            Finished: self._finished,
-            SequenceGone: self._gone,
-        }
-
-    def observe(self, event: Event, now: float) -> None:
-        self._reactions[type(event)](event, now)
-
-    def predict(self, now: float) -> list[Prediction]:
-        while self._timers and self._timers[0][0] <= now:
-            when, serial, age_bin = heapq.heappop(self._timers)
-            chain = self._idle.get(serial)
-            if chain is not None and chain.age_bin < age_bin:
-                self._left_bin(serial, chain, chain.age_bin)
-            if serial in self._idle and chain is not None:
-                self._look_at(serial, chain, age_bin, when)
-        return super().predict(now)
-
-    def next_wakeup(self) -> float | None:
-        while self._timers and self._timers[0][1] not in self._idle:
-            heapq.heappop(self._timers)
-        return self._timers[0][0] if self._timers else None
-
-    def _arrived(self, event: Arrived, now: float) -> None:
-        parent = self._continue_chain(event.blocks, now)
-        depth = parent.depth + 1 if parent else 1
-        self._active[event.sequence] = _Chain(event.blocks, depth, event.owner)
-        start = now if event.expected_start is None else max(now, event.expected_start)
-        self._say(self._active[event.sequence], start, self.block_s, self.SURE, event.sequence)
-
-    def _stored(self, event: Stored, now: float) -> None:
-        chain = self._active.get(event.sequence)
-        if chain is not None:
-            chain.blocks += event.blocks
-
-    def _paused(self, event: Paused, now: float) -> None:
-        chain = self._active.get(event.sequence)
-        if chain is not None and event.expected_s is not None:
-            self._say(chain, now + event.expected_s, self.block_s, self.SURE, event.sequence)
-
-    def _resumed(self, event: Resumed, now: float) -> None:
-        chain = self._active.get(event.sequence)
-        if chain is not None:
-            self._say(chain, now, self.block_s, self.SURE, event.sequence)
-
-    def _gone(self, event: SequenceGone, now: float) -> None:
-        """A cancelled or forgotten sequence teaches nothing about returns."""
-        self._active.pop(event.sequence, None)
-
-    def _finished(self, event: Finished, now: float) -> None:
-        chain = self._active.pop(event.sequence, None)
-        if chain is None or not chain.blocks:
-            return
-        self._serial += 1
-        chain.idle_since, chain.age_bin = now, 0
-        self._idle[self._serial] = chain
-        for block in chain.blocks[1:][-2:]:  # never the root: it is everybody's
-            self._serial_of_tail[block] = self._serial
-        self._set_timer(now, self._serial, 0)
-        if len(self._idle) > self.max_chains:
-            self._drop(next(iter(self._idle)))
-
-    def _continue_chain(self, blocks: tuple[int, ...], now: float) -> _Chain | None:
-        serial = self._serial_of_tail.get(blocks[-1]) if blocks else None
-        chain = self._idle.get(serial) if serial is not None else None
-        if serial is None or chain is None or chain.idle_since is None:
-            return None
-        age = max(0.0, now - chain.idle_since)
-        age_bin = _age_bin(age)
-        self.hazard.exposed(chain.depth, age_bin, age - AGE_EDGES[age_bin])
-        self.hazard.returned(chain.depth, age_bin)
-        self._drop(serial)
-        return chain
-
-    def _drop(self, serial: int) -> None:
-        chain = self._idle.pop(serial)
-        for block in chain.blocks[-2:]:
-            if self._serial_of_tail.get(block) == serial:
-                del self._serial_of_tail[block]
-
-    def _look_at(self, serial: int, chain: _Chain, age_bin: int, when: float) -> None:
-        """Predict for the window ahead if it is worth it, and set the timer for the next look."""
-        assert chain.idle_since is not None, "only idle chains have timers"
-        leaves_bin = chain.idle_since + AGE_EDGES[age_bin + 1]
-        window_s = min(self.window_s, leaves_bin - when)
-        probability = self.hazard.probability(chain.depth, age_bin, window_s)
-        if probability < self.floor:
-            self._set_timer(leaves_bin, serial, age_bin + 1)
-            return
-        self._say(chain, when + window_s / 2, 0.0, probability, None)
-        is_last_window = when + window_s >= leaves_bin
-        self._set_timer(when + window_s, serial, age_bin + 1 if is_last_window else age_bin)
-
-    def _set_timer(self, when: float, serial: int, age_bin: int) -> None:
-        heapq.heappush(self._timers, (when, serial, age_bin))
-
-    def _left_bin(self, serial: int, chain: _Chain, age_bin: int) -> None:
-        """The chain has grown out of this bin without returning."""
-        self.hazard.exposed(chain.depth, age_bin, AGE_EDGES[age_bin + 1] - AGE_EDGES[age_bin])
-        chain.age_bin = age_bin + 1
-        if chain.age_bin == len(AGE_EDGES) - 1:
-            self._drop(serial)
-
-    def _say(
-        self, chain: _Chain, start: float, block_s: float, probability: float, sequence: int | None
-    ) -> None:
-        for i, block in enumerate(islice(chain.blocks, self.head_blocks)):
-            self._fresh.append(
-                Prediction(block, WHOLE, start + i * block_s, probability, self.name, sequence, chain.owner)
-            )
-
-
-_FIRST_FORM: dict[str, Callable[[int], Predictor]] = {
-    "sliding_window": lambda lookahead: SlidingWindow(lookahead_blocks=lookahead),
-    "hint": lambda _lookahead: Hints(),
-    "attention_prev": lambda _lookahead: AttentionPrevious(),
-    "attention_ewma": lambda _lookahead: AttentionEwma(),
-    "attention": lambda _lookahead: AttentionLearned(),
-    "cross_request": lambda _lookahead: CrossRequest(),
-}
-
-
-def make_predictor(name: str, lookahead_blocks: int) -> Predictor:
-    """A predictor by its name, with its usual settings. Raises KeyError for an unknown one."""
-    return _FIRST_FORM[name](lookahead_blocks)

@@ -118,7 +118,7 @@ class PrefetchCore:
     ) -> None:
         self.arbiter = arbiter
         self.ledger = ledger
-        self._view = view
+        self.view = view
         self._predictors = tuple(predictors)
         self._listeners: dict[type[Event], tuple[Predictor, ...]] = {}
         self._forget_s = forget_s
@@ -151,7 +151,7 @@ class PrefetchCore:
         if react is not None:
             react(event, now)
         predictions = self._ask(self._listeners_of(kind), event, now)
-        if predictions or self.arbiter.num_waiting:
+        if predictions or self.arbiter.is_ready(now):
             self._plan(predictions, now)
         return self._take_commands()
 
@@ -347,7 +347,7 @@ class PrefetchCore:
 
     def _plan(self, predictions: list[Prediction], now: float) -> None:
         self._protect(predictions, now)
-        plan = self.arbiter.plan(predictions, self._view, now)
+        plan = self.arbiter.plan(predictions, self.view, now)
         for job in plan.admitted:
             self._open(job)
         for prediction, reason, number, was_waiting in plan.refusals:
@@ -361,11 +361,13 @@ class PrefetchCore:
                 self._wait(number, prediction.sequence)
         for job in plan.fetches:
             self.ledger.issued(job.number)
-            block, mask, need_by, _, predictor, _, _ = job.prediction
-            self._commands.append(Fetch(job.number, block, mask, need_by, predictor))
+            wanted = job.prediction
+            self._commands.append(
+                Fetch(job.number, wanted.block, wanted.parts_mask, wanted.need_by, wanted.predictor)
+            )
 
     def _open(self, job: Job) -> None:
-        block, mask, need_by, probability, predictor, sequence, owner = job.prediction
+        block, mask, need_by, probability, predictor, sequence, owner, _ = job.prediction
         self.ledger.plan(job.number, block, mask, predictor, owner, probability, job.record_bytes, need_by)
         self._wait(job.number, sequence)
 

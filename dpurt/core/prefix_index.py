@@ -128,6 +128,10 @@ class PrefixIndex:
         ids = self.table.find_many(key_words(keys[:known]))
         return ids[: self._linked(NONE, ids)]
 
+    def find(self, keys: Sequence[bytes]) -> I32:
+        """The id of each key, -1 where it is unknown."""
+        return self.table.find_many(key_words(keys))
+
     def get(self, key: bytes) -> int | None:
         """The id of a key."""
         block = self.table.find(key)
@@ -158,12 +162,13 @@ class PrefixIndex:
 
     def resident_prefix(self, ids: I32) -> int:
         """How many leading blocks have every shard in staging or on the bdev."""
-        resident = self.is_whole(ids)
+        resident = self.are_resident(ids)
         return len(ids) if resident.all() else int(resident.argmin())
 
-    def is_whole(self, ids: I32) -> Bools:
-        """Which of the blocks have every shard in staging or on the bdev."""
-        return _all_of_each(self._own_copies(self.table.where.take(ids, axis=0)))
+    def are_resident(self, ids: I32) -> Bools:
+        """Whether each block has every shard in staging or on the bdev; an id of -1 has not."""
+        rows = self.table.where.take(np.maximum(ids, 0), axis=0)
+        return (ids >= 0) & _all_of_each(self._own_copies(rows))
 
     # --- growing ---
 
@@ -222,6 +227,14 @@ class PrefixIndex:
     def set_extent(self, block: int, shard: int, extent: int) -> None:
         """The shard is now on the bdev at that byte offset. Errors as for `set_slot`."""
         self._place_copy(block, shard, self.table.first_extent, "extent", extent)
+
+    def set_slots(self, ids: I32, shard: int, slots: Sequence[int]) -> None:
+        """`set_slot` of one shard of several blocks, all or none: a block may be the parent of another one of them."""
+        self._place_copies(ids, shard, FIRST_SLOT, "slot", slots)
+
+    def set_extents(self, ids: I32, shard: int, extents: Sequence[int]) -> None:
+        """`set_extent` of one shard of several blocks, as `set_slots`."""
+        self._place_copies(ids, shard, self.table.first_extent, "extent", extents)
 
     def clear_slot(self, block: int, shard: int) -> bool:
         """The shard left staging. True when no own copy of it is left: the caller must then `drop` the block."""
@@ -405,6 +418,27 @@ class PrefixIndex:
         table.where[block, column] = value
         if is_first_copy and self._is_block_whole(block):
             self._tell_own(True, block)
+
+    def _place_copies(self, ids: I32, shard: int, first: int, what: str, values: Sequence[int]) -> None:
+        table, column = self.table, self._column(shard, first)
+        placed = np.array(values, np.int64)
+        if not (table.are_live(ids) & (placed >= 0) & (table.where[ids, column] < 0)).all():
+            raise ValueError(f"shard {shard}: an id is unknown, a {what} is negative, or a block has one")
+        if not self._have_parents(ids, shard).all():
+            raise ValueError(f"shard {shard}: a block's parent is neither in staging nor on the bdev")
+        was_whole = self.are_resident(ids)
+        table.where[ids, column] = placed
+        self._tell(True, NODE, 0, ids[self.are_resident(ids) & ~was_whole])
+
+    def _have_parents(self, ids: I32, shard: int) -> Bools:
+        """Whether the parent has an own copy of the shard, is about to get one with these, or need not be."""
+        table = self.table
+        parents = table.parent[ids]
+        table.mark[ids] = 1
+        among = table.mark[parents] == 1
+        table.mark[ids] = 0
+        have: Bools = (parents < 0) | among | self._own_copies(table.where[parents])[:, shard]
+        return have
 
     def _clear_copy(self, block: int, shard: int, first: int) -> bool:
         column = self._column(shard, first)

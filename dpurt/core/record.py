@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from crc32c import crc32c
@@ -75,7 +75,7 @@ class RecordError(DpurtError):
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
     """Where things lie in every record of one space. `part_offsets` are relative to the payload and end with
-    its length.
+    its length. `gap`: see `of_part`.
     """
 
     fingerprint: bytes
@@ -84,6 +84,7 @@ class RecordLayout:
     record_bytes: int
     part_offsets: tuple[int, ...]
     max_token_bytes: int
+    gap: int = 0
     num_parts: int = field(init=False)
     all_parts: int = field(init=False)  # the mask of every part
 
@@ -104,6 +105,19 @@ class RecordLayout:
             max_token_bytes=geometry.block_token_bytes,
         )
 
+    def of_part(self, index: int) -> RecordLayout:
+        """The layout of an image with the header and this one part only: the `gap` bytes of the record behind the
+        header, up to the part, are left out. Other parts have no place in it.
+        """
+        start, stop = self.extent(PartRun(index, index + 1))
+        gap = max(start, self.header_bytes) - self.header_bytes
+        return replace(
+            self,
+            record_bytes=stop - gap,
+            part_offsets=tuple(offset - gap for offset in self.part_offsets),
+            gap=gap,
+        )
+
     def payload(self, image: memoryview) -> memoryview:
         """The payload inside a record image."""
         return image[self.header_bytes : self.header_bytes + self.payload_bytes]
@@ -120,15 +134,15 @@ class RecordLayout:
         return start // ALIGN * ALIGN, align_up(stop)
 
     def extents(self, parts_mask: int) -> list[tuple[int, int]]:
-        """What must be read for the header and some parts: the least aligned [start, stop) pieces, merged
-        where they touch.
+        """What must be read for the header and some parts: the least aligned [start, stop) pieces of the image, merged
+        where they touch in the record. The first starts at the record's start, the others `gap` bytes further in it.
         """
         if parts_mask == self.all_parts:
             return [(0, self.record_bytes)]
         merged = [(0, self.header_bytes)]
         for run in mask_runs(parts_mask):
             start, stop = self.extent(run)
-            if start <= merged[-1][1]:
+            if start <= merged[-1][1] and (len(merged) > 1 or not self.gap):
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
             else:
                 merged.append((start, stop))

@@ -92,7 +92,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -271,6 +271,10 @@ class StagingPool:
         self._takes = self._evictions = self._no_room = 0
         self._expired = self._double_release = self._abandoned = 0
 
+    def wrap_policy(self, wrap: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
+        """Put something in the place of the eviction policy: one that looks on, or, to end that, what it was put around."""
+        self._policy = wrap(self._policy)
+
     # --- blocks and slots -------------------------------------------------------------------------
 
     @property
@@ -281,6 +285,15 @@ class StagingPool:
     def num_available(self) -> int:
         """Slots a new block could have now: free or evictable."""
         return len(self._free) + self._num_evictable
+
+    def price(self, now: float) -> float:
+        """What the block that leaves for a new one is worth, see `EvictionPolicy`; 0 while a slot is free."""
+        return 0.0 if self._free else self._policy.price(now)
+
+    @property
+    def num_free(self) -> int:
+        """Slots a new block could have without an eviction."""
+        return len(self._free)
 
     @property
     def all_parts(self) -> int:

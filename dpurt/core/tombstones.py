@@ -26,6 +26,7 @@ REASONS = frozenset(
         "quota",
         "parent_lost",
         "admin",
+        "deleted",  # by a host
         # of loads that were refused while the block was there:
         "late",
         "no_room",

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,11 @@ def observe(pid: int) -> Outside:
 class NodeProcess:
     """`dpurt serve` as a process of its own. Use as a context manager: it never outlives the block."""
 
-    def __init__(self, topology: Path, run_path: Path, log: Path) -> None:
+    def __init__(self, topology: Path, run_path: Path, log: Path, options: Sequence[str] = ()) -> None:
         self._topology = topology
         self._run_path = run_path
         self._log = log
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.endpoint = ""
         self.start_s = 0.0
@@ -111,7 +112,16 @@ class NodeProcess:
         ready = self._log.with_suffix(".ready")
         ready.unlink(missing_ok=True)
         began = time.monotonic()
-        command = [sys.executable, "-m", "dpurt", "serve", str(self._topology), "--ready-file", str(ready)]
+        command = [
+            sys.executable,
+            "-m",
+            "dpurt",
+            "serve",
+            str(self._topology),
+            "--ready-file",
+            str(ready),
+            *self._options,
+        ]
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:

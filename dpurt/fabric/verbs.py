@@ -1,19 +1,24 @@
 """The verbs fabric, node side: hosts READ leased slots and WRITE reservations by RDMA; the node WRITEs into their landings.
 
-Theory of operation. A link is one control connection (TCP, `dpurt.fabric.verbs_control`) and one reliable-connected queue
-pair. For a pull or a store the host asks; the node has the AccessCheck begin each range, opens exactly these ranges to this
-host's queue pair and answers with keys; the host moves the bytes without the node's CPU and says when it is done; the keys
-die, and only then does the AccessCheck's `end` come. So a slot is never reused under a reader: a host that does not finish in
-its time finds its keys dead (its READ is refused by the NIC), and a host that dies is seen by the end of its TCP connection.
+Theory of operation. A link is one control connection (TCP, `dpurt.fabric.verbs_control`) and some *lanes*: reliable-connected
+queue pairs on one or several rails (NIC ports) of the node, each with a device of the host's. For a pull or a store the host
+asks; the node has the AccessCheck begin each range, opens exactly these ranges to this host's queue pairs and answers with
+keys; the host moves the bytes without the node's CPU and says when it is done; the keys die, and only then does the
+AccessCheck's `end` come. So a slot is never reused under a reader: a host that does not finish in its time finds its keys dead
+(its READ is refused by the NIC), and a host that dies is seen by the end of its TCP connection.
 
 Opening a range: a type-2 memory *window* per lease, bound to the host's queue pair, where the device has windows; regions then
 give no remote access by themselves. Without windows hosts get the region's own key, and a host that overstays loses its
 queue pair instead.
 
-A store's last WRITE carries its number as immediate: what arrives in this order is in memory when the node sees the number. A
-push's does the same at the host, which answers; so `push` returns when the bytes can be read there.
+A store's last WRITE of each lane carries its number as immediate: what arrives in this order is in memory when the node sees
+the number. A push's does the same at the host, which answers; so `push` returns when the bytes can be read there.
 
-A queue pair in error is replaced once its host asks for it (`Rejoin`); grants of the old one end with it.
+A large transfer is striped over the lanes that are up; what a lane that breaks had under way goes to the others
+(`dpurt.fabric.verbs_lanes`). A queue pair in error is replaced once its host asks for it (`Rejoin`), and used again when a WRITE
+without bytes came through; what was granted on the old one ends with it.
+
+The control connection may be opened through any of the rails; the kernel ends it when the way does not answer any more.
 
 No encryption, as RDMA has none: for a trusted network. The bytes are checked by who reads them.
 
@@ -22,21 +27,22 @@ Leaves to others: the host side (`dpurt.fabric.verbs_host`), leases, CRCs.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import trio
 
-from dpurt.errors import FabricError, QueuePairError, RdmaLimit
+from dpurt.errors import FabricError, QueuePairError, RdmaLimit, RdmaUnavailable
 from dpurt.fabric import AccessCheck, Address, MemoryRegion
 from dpurt.fabric.access import Entry
 from dpurt.fabric.node_link import FabricBase
 from dpurt.fabric.verbs_control import Challenge, Control, Denied, Join, Welcome, proof
 from dpurt.fabric.verbs_host import connect
 from dpurt.fabric.verbs_link import VerbsLimits, VerbsLink
-from dpurt.fabric.verbs_memory import ArenaMemory
+from dpurt.fabric.verbs_memory import ArenaMemory, NodeRail, RailStats
 from dpurt.fabric.wire import accept, listener
 from dpurt.rdma.device import RdmaDevice
 from dpurt.rdma.endpoint import Adapter
@@ -45,34 +51,49 @@ __all__ = ["VerbsFabric", "VerbsLimits", "VerbsLink", "connect"]
 
 
 class VerbsFabric(FabricBase[VerbsLink]):
-    """The node side on one device. The control connection listens on the device's own address; port 0: any."""
+    """The node side on some devices, its rails, best first. Control connections are taken at each one's address; port 0: any."""
 
     kind = "verbs"
 
     def __init__(
-        self, access: AccessCheck, device: RdmaDevice, *, port: int = 0, limits: VerbsLimits | None = None
+        self,
+        access: AccessCheck,
+        devices: Sequence[RdmaDevice],
+        *,
+        port: int = 0,
+        queue_pairs: int = 1,
+        limits: VerbsLimits | None = None,
     ) -> None:
+        """`queue_pairs`: lanes of a host on each rail."""
         self.limits = limits or VerbsLimits()
         super().__init__(access, self.limits.max_links)
-        self.device = device
+        self.devices = list(devices)
         self._port = port
+        self._queue_pairs = queue_pairs
         self._greeting = 0
         self._regions: dict[int, tuple[MemoryRegion, bool]] = {}
-        self.adapter: Adapter
-        self.memory: ArenaMemory
-        self._is_serving = False
+        self._rails: dict[str, NodeRail] = {}
+        self.rails_off: dict[str, str] = {}  # those that could not be opened, and why
+
+    @property
+    def rails(self) -> Mapping[str, NodeRail]:
+        """By address; empty unless serving."""
+        return self._rails
+
+    def rail_stats(self) -> dict[str, RailStats]:
+        return {f"{rail.adapter.device.name} {name}": rail.stats for name, rail in self._rails.items()}
 
     def add_region(self, region: MemoryRegion, readers: frozenset[int] | None, writer: int | None) -> None:
         super().add_region(region, readers, writer)
         self._regions[region.region_id] = region, writer is not None
-        if self._is_serving:
-            self.memory.offer(region, is_inbound=writer is not None)
+        for rail in self._rails.values():
+            rail.memory.offer(region, is_inbound=writer is not None)
 
     def remove_region(self, region_id: int) -> None:
         super().remove_region(region_id)
         self._regions.pop(region_id, None)
-        if self._is_serving:
-            self.memory.withdraw(region_id)
+        for rail in self._rails.values():
+            rail.memory.withdraw(region_id)
 
     def claim(
         self, session: int, op: str, entries: Sequence[Entry]
@@ -88,27 +109,61 @@ class VerbsFabric(FabricBase[VerbsLink]):
     ) -> None:
         """See `dpurt.fabric.Fabric`. Raises RdmaUnavailable, RdmaLimit when the arena cannot be registered."""
         self._on_link_closed = on_link_closed
-        self.adapter = Adapter(self.device, max_chunk_bytes=self.limits.max_chunk_bytes)
         try:
-            self.memory = ArenaMemory(self.adapter)
-            for region, is_inbound in self._regions.values():
-                self.memory.offer(region, is_inbound=is_inbound)
-            self.memory.register_all()
-            self._is_serving = True
+            self._open_rails()
             await self._serve(task_status)
         finally:
-            self._is_serving = False
-            self.adapter.close()
+            rails, self._rails = self._rails, {}
+            for rail in rails.values():
+                rail.adapter.close()
+
+    def _open_rails(self) -> None:
+        """One is enough."""
+        for device in self.devices:
+            try:
+                self._open_rail(device)
+            except (RdmaUnavailable, RdmaLimit) as error:
+                self.rails_off[str(device)] = str(error)
+                if device is self.devices[-1] and not self._rails:
+                    raise
+
+    def _open_rail(self, device: RdmaDevice) -> None:
+        adapter = Adapter(device, max_chunk_bytes=self.limits.max_chunk_bytes)
+        try:
+            memory = ArenaMemory(adapter)
+            for region, is_inbound in self._regions.values():
+                memory.offer(region, is_inbound=is_inbound)
+            memory.register_all()
+        except BaseException:
+            adapter.close()
+            raise
+        rail = NodeRail(adapter, memory, RailStats())
+        self._rails[rail.name] = rail
 
     async def _serve(self, task_status: trio.TaskStatus[Address]) -> None:
-        with listener(self.device.address, self._port) as listening:
+        with contextlib.ExitStack() as stack:
+            ports: list[int] = []
+            listening = []
+            for address in self._rails:
+                port = ports[0] if ports else self._port
+                listening.append(stack.enter_context(listener(address, port)))
+                ports.append(listening[-1].getsockname()[1])
             async with trio.open_nursery() as nursery:
-                await nursery.start(self.adapter.run)
-                host, port = listening.getsockname()[:2]
-                task_status.started({"host": host, "port": port})
-                while True:
-                    self._accepted(await accept(listening), nursery)
-                    await trio.lowlevel.checkpoint()
+                for rail in self._rails.values():
+                    await nursery.start(rail.adapter.run)
+                for sock in listening:
+                    nursery.start_soon(self._accept_from, sock, nursery)
+                task_status.started(self._address(ports[0]))
+                await trio.sleep_forever()
+
+    def _address(self, port: int) -> Address:
+        first, *_ = self._rails
+        return {"host": first, "port": port, "rails": ",".join(self._rails), "queue_pairs": self._queue_pairs}
+
+    async def _accept_from(self, listening: socket.socket, nursery: trio.Nursery) -> None:
+        while True:
+            self._accepted(await accept(listening), nursery)
+            await trio.lowlevel.checkpoint()
 
     def _accepted(self, sock: socket.socket, nursery: trio.Nursery) -> None:
         if self._greeting >= self.limits.max_greeting:
@@ -119,7 +174,6 @@ class VerbsFabric(FabricBase[VerbsLink]):
         nursery.start_soon(self._serve_connection, sock)
 
     async def _serve_connection(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         control = Control(sock, "unknown host")
         link = None
         try:
@@ -146,7 +200,7 @@ class VerbsFabric(FabricBase[VerbsLink]):
         control.post(Challenge(nonce))
         join = await control.expect(Join, deadline)
         token = self._table.token_of(join.session)
-        said = proof(token or bytes(16), "host", (nonce, join.nonce), join.session, join.queue_pair)
+        said = proof(token or bytes(16), "host", (nonce, join.nonce), join.session, join.lanes)
         if not secrets.compare_digest(said, join.proof) or token is None:
             self._deny(control, "denied", "the session or its token is wrong")
             return None
@@ -154,15 +208,20 @@ class VerbsFabric(FabricBase[VerbsLink]):
             self._deny(control, "busy", "the session has a link, or there are too many")
             return None
         control.peer = f"session {join.session}"
+        unknown = {lane.rail for lane in join.lanes} - set(self._rails)
+        if unknown:
+            self._deny(control, "busy", f"no rail at {', '.join(sorted(unknown))}")
+            return None
         link = VerbsLink(join.session, control, self)
         try:
-            queue_pair = link.join(join)
-        except RdmaLimit as limit:
-            self._deny(control, "busy", str(limit))
+            queue_pairs = link.join(join)
+        except (RdmaLimit, QueuePairError) as error:
+            self._deny(control, "busy", str(error))
             return None
         self._opened(link)  # and nothing is awaited until the caller's `finally` guards it
-        mine = proof(token, "node", (nonce, join.nonce), join.session, queue_pair.address)
-        control.post(Welcome(queue_pair.address, mine))
+        addresses = [queue_pair.address for queue_pair in queue_pairs]
+        mine = proof(token, "node", (nonce, join.nonce), join.session, addresses)
+        control.post(Welcome(addresses, mine))
         return link
 
     def _deny(self, control: Control, code: str, why: str) -> None:

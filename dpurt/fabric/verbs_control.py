@@ -6,20 +6,22 @@ pair addresses. Numbers are the asking side's, and never used twice on a link.
 
     node                                  host
     Challenge(nonce)        ->
-                            <-            Join(session, nonce, queue pair, proof)
-    Welcome(queue pair, proof) or Denied(code)
-                            <-            Ask(number, pull or store, ranges)
-    Granted(number, runs with keys) or Refused(number, which, why)
-                            (the host READs, or WRITEs, the last with its number as immediate)
-                            <-            Done(number, ok)        after a pull, and after whatever went wrong
+                            <-            Join(session, nonce, lanes: (rail, queue pair) each, proof)
+    Welcome(queue pairs, proof) or Denied(code)
+                            <-            Ready(lane)             each lane on which a byte-less WRITE came through
+                            <-            Ask(number, pull or store, ranges, lanes)
+    Granted(number, lane: runs with keys) or Refused(number, which, why)
+                            (the host READs or WRITEs; a store's last WRITE of each lane has its number as immediate)
+                            <-            Done(number, ok, lane: bytes)   but not after a store on one lane: its number does
     Stored(number)          ->            the bytes of a store are in the node's memory, its keys are dead
-                            <-            Landing(region, runs with keys)
-                            (the node WRITEs, the last with the push's number as immediate)
-                            <-            Pushed(number)          the host has seen it
-                            <-            Rejoin(queue pair)      the old one is broken
-    Rejoined(queue pair)    ->
+                            <-            Landing(region, rail: runs with keys)
+                            (the node WRITEs, the last of each lane with the push's number as immediate)
+                            <-            Pushed(number, lane)    the host has seen it
+                            <-            Rejoin(lane, queue pair)   the old one is broken
+    Rejoined(number, queue pair) ->       number: of the host's queue pair
     Broken(number)          ->            the node's end of the queue pair whose number at the host is this is broken
 
+A *lane* is one queue pair of the link, by its place in Join; its *rail* is named by the node's address on it.
 Keys (rkeys) are capabilities: they are in no `repr`, and nothing here is logged.
 """
 
@@ -30,6 +32,7 @@ import hmac
 import math
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -40,17 +43,21 @@ from dpurt.fabric.wire import Wire
 from dpurt.rdma.queue_pair import QueuePairAddress
 
 __all__ = [
-    "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Granted", "Join", "Landing", "Message", "Pushed", "Refusal", "Rejoin",
-    "Rejoined", "Run", "Stored", "Welcome", "proof",
+    "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Granted", "Join", "Landing", "LaneOffer", "Message", "Pushed", "Ready",
+    "Refusal", "Rejoin", "Rejoined", "Run", "Stored", "Welcome", "proof",
 ]  # fmt: skip
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
+SILENCE_S = 10  # without a sign of the peer's kernel
 _TURN_MESSAGES = 16
 _LENGTH = struct.Struct("<I")
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+MAX_LANES = 16
+_Lane = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LANES)]
+_Rail = Annotated[str, msgspec.Meta(max_length=64)]
 Entry = tuple[_Natural, _Natural, _Natural, _Natural]  # region id, offset, length, lease
 
 
@@ -73,16 +80,27 @@ class Challenge(_Base, frozen=True):
     nonce: bytes
 
 
+class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
+    """A queue pair of the host's, for the node's rail with this address."""
+
+    rail: _Rail
+    queue_pair: QueuePairAddress
+
+
 class Join(_Base, frozen=True):
     session: int
     nonce: bytes
-    queue_pair: QueuePairAddress
+    lanes: Annotated[list[LaneOffer], msgspec.Meta(min_length=1, max_length=MAX_LANES)]
     proof: bytes
 
 
 class Welcome(_Base, frozen=True):
-    queue_pair: QueuePairAddress
+    queue_pairs: list[QueuePairAddress]
     proof: bytes
+
+
+class Ready(_Base, frozen=True):
+    lane: _Lane
 
 
 class Denied(_Base, frozen=True):
@@ -94,11 +112,12 @@ class Ask(_Base, frozen=True):
     number: _Natural
     op: str
     entries: list[Entry]
+    lanes: Annotated[list[_Lane], msgspec.Meta(min_length=1, max_length=MAX_LANES)]
 
 
 class Granted(_Base, frozen=True):
     number: int
-    runs: list[Run]
+    runs: dict[int, list[Run]]
 
 
 class Refusal(_Base, frozen=True):
@@ -110,6 +129,7 @@ class Refusal(_Base, frozen=True):
 class Done(_Base, frozen=True):
     number: int
     is_ok: bool
+    carried: dict[_Lane, _Natural] = {}
 
 
 class Stored(_Base, frozen=True):
@@ -119,18 +139,21 @@ class Stored(_Base, frozen=True):
 class Landing(_Base, frozen=True):
     region: int
     size: int
-    runs: list[Run]
+    runs: dict[_Rail, list[Run]]
 
 
 class Pushed(_Base, frozen=True):
     number: int
+    lane: _Lane
 
 
 class Rejoin(_Base, frozen=True):
+    lane: _Lane
     queue_pair: QueuePairAddress
 
 
 class Rejoined(_Base, frozen=True):
+    number: int
     queue_pair: QueuePairAddress
 
 
@@ -142,6 +165,7 @@ Message = (
     Challenge
     | Join
     | Welcome
+    | Ready
     | Denied
     | Ask
     | Granted
@@ -160,11 +184,28 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def proof(
-    token: bytes, who: str, nonces: tuple[bytes, bytes], session: int, queue_pair: QueuePairAddress
+    token: bytes,
+    who: str,
+    nonces: tuple[bytes, bytes],
+    session: int,
+    lanes: Sequence[LaneOffer | QueuePairAddress],
 ) -> bytes:
     """What only the bearer of the token can say about these."""
-    said = _encoder.encode((who, nonces, session, queue_pair))
+    said = _encoder.encode((who, nonces, session, list(lanes)))
     return hmac.digest(token, said, hashlib.sha256)
+
+
+def _tune(sock: socket.socket) -> None:
+    """No waiting for more to send; and a way that answers no more, busy or idle, is the end of the connection."""
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, SILENCE_S // 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, SILENCE_S - SILENCE_S // 2),
+        (socket.TCP_USER_TIMEOUT, SILENCE_S * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 class Control:
@@ -172,6 +213,8 @@ class Control:
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
+        if sock.family == socket.AF_INET:
+            _tune(sock)
         self._wire = Wire(sock, peer)
         self._unsent = bytearray()
         self._received = 0

@@ -4,20 +4,24 @@ Theory of operation: see `dpurt.fabric.verbs`. Memory of a landing is registered
 a landing's view costs nothing extra; any other memory is registered for the one call, which pins and unpins it: right for a
 few large buffers, dear for many small calls.
 
-A queue pair that breaks is replaced once by a task of the endpoint, and calls that were under way ask and move anew, once.
-What fails then is a FabricError: the caller falls back, or tries later with a new endpoint.
+Each lane has a task that brings it up: connects its queue pair, sees a WRITE without bytes come through, tells the node. When it
+breaks (an error, or no progress) it is made anew, later and later if that does not help. Calls that were under way on it go on
+over the others; where there is none, they wait for one to come up and ask and move anew. What fails then is a FabricError: the
+caller falls back, or tries later with a new endpoint. When no lane comes up for `REJOIN_S`, that is the end of the link.
 
 A call that is cancelled or late waits until the device has let go of its memory, then raises.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import mmap
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -43,8 +47,10 @@ from dpurt.fabric.verbs_control import (
     Granted,
     Join,
     Landing,
+    LaneOffer,
     Message,
     Pushed,
+    Ready,
     Refusal,
     Rejoin,
     Rejoined,
@@ -53,11 +59,12 @@ from dpurt.fabric.verbs_control import (
     Welcome,
     proof,
 )
-from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of, with_immediate
-from dpurt.rdma.device import RdmaDevice, discover, why_off
+from dpurt.fabric.verbs_lanes import Lane, LaneGroup
+from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
+from dpurt.rdma.device import RdmaDevice, discover, is_up, why_off
 from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, Registration, address_of
-from dpurt.rdma.queue_pair import Opcode, QueuePair, Received, Sge
+from dpurt.rdma.queue_pair import Opcode, QueuePair, Received, Sge, Work
 
 __all__ = ["VerbsEndpoint", "connect"]
 
@@ -66,6 +73,8 @@ MAX_ASKS = 16  # at a time; the node allows more
 MAX_PUSHES = 16  # receives posted: the node has no more under way
 MAX_COMPLETIONS = 512
 REJOIN_S = 10.0
+PROVE_S = 2.0
+DIAL_S = 1.0
 FAR_END_S = 0.1
 
 
@@ -95,26 +104,30 @@ class VerbsEndpoint:
 
     kind = "verbs"
 
-    def __init__(self, adapter: Adapter, control: Control) -> None:
-        self._adapter = adapter
+    def __init__(self, lanes: Sequence[Lane], control: Control) -> None:
         self._control = control
         self._stats = FabricStats(links=1)
         self._numbers = itertools.count(1)
         self._questions: dict[int, _Question] = {}
         self._asking = trio.Semaphore(MAX_ASKS)
-        self._landings: dict[int, tuple[MemfdRegion, Registration]] = {}
+        self._landings: dict[int, tuple[MemfdRegion, dict[Adapter, Registration]]] = {}
         self._closed: str | None = None
-        self._scratch = _scratch(adapter)
-        self._generation = 0
-        self._changed = trio.Event()  # a queue pair broke or was replaced, or the link ended
-        self._offered: QueuePair | None = None  # to replace the present one, until the node has its own
-        self._take(prepared(adapter, self._scratch, self._pushed))
+        self._adapters = list(dict.fromkeys(lane.adapter for lane in lanes))
+        self._scratch = {adapter: _scratch(adapter) for adapter in self._adapters}
+        self._changed = trio.Event()  # a lane broke or came up, or the link ended
+        self._offered: dict[
+            int, QueuePair
+        ] = {}  # by number: to replace a broken one, until the node has its own
+        self.lanes = LaneGroup(lanes, self._broke)
+        self._up_at = math.inf  # the last time a lane was up, once one was
+        for lane in lanes:
+            self.lanes.take(lane, self._prepared(lane))
 
     async def join(self, session: int, token: bytes) -> None:
         """The handshake. Raises FabricError, QueuePairError, RemoteProtocolError, NodeUnavailable."""
         challenge = await self._control.expect(Challenge, math.inf)
         nonces = challenge.nonce, secrets.token_bytes(16)
-        mine = self._queue_pair.address
+        mine = [LaneOffer(lane.rail, queue_pair_of(lane).address) for lane in self.lanes.lanes]
         said = proof(token, "host", nonces, session, mine)
         self._control.post(Join(session, nonces[1], mine, said))
         answer = await self._control.receive()
@@ -122,9 +135,21 @@ class VerbsEndpoint:
             raise _denial(self._control.peer, answer)
         if not isinstance(answer, Welcome):
             raise self._protocol(f"{type(answer).__name__} where Welcome was due")
-        if not secrets.compare_digest(proof(token, "node", nonces, session, answer.queue_pair), answer.proof):
+        if not secrets.compare_digest(
+            proof(token, "node", nonces, session, answer.queue_pairs), answer.proof
+        ):
             raise RemoteProtocolError("denied", "whoever answered does not know the session's token")
-        self._queue_pair.connect(answer.queue_pair)
+        if len(answer.queue_pairs) != len(mine):
+            raise self._protocol(f"{len(answer.queue_pairs)} queue pairs for {len(mine)} lanes")
+        for lane, theirs in zip(self.lanes.lanes, answer.queue_pairs, strict=True):
+            with contextlib.suppress(QueuePairError):  # then this lane is down
+                queue_pair_of(lane).connect(theirs)
+
+    async def until_up(self) -> None:
+        """Wait for the first lane. Raises FabricError when the link ends instead."""
+        while not self.lanes.policy.any_up():
+            self._check_open("connect")
+            await self._changed.wait()
 
     @property
     def stats(self) -> FabricStats:
@@ -146,17 +171,24 @@ class VerbsEndpoint:
         self._check_open("landing")
         region_id = next_landing_id()
         region = MemfdRegion(region_id, f"landing {region_id}", size, huge_pages=False)
+        registrations: dict[Adapter, Registration] = {}
         try:
             access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
-            registration = self._adapter.register(region.address, region.size, access)
+            for adapter in self._adapters:
+                registrations[adapter] = adapter.register(region.address, region.size, access)
         except RdmaLimit:
+            for registration in registrations.values():
+                registration.close()
             region.close()
             raise
-        self._landings[region_id] = region, registration
-        runs = [
-            Run(segment.address, segment.length, segment.chunk.rkey)
-            for segment in registration.segments(region.address, region.size)
-        ]
+        self._landings[region_id] = region, registrations
+        runs = {
+            lane.rail: [
+                Run(segment.address, segment.length, segment.chunk.rkey)
+                for segment in registrations[lane.adapter].segments(region.address, region.size)
+            ]
+            for lane in self.lanes.lanes
+        }
         self._control.post(Landing(region_id, region.size, runs))
         return region
 
@@ -170,14 +202,7 @@ class VerbsEndpoint:
             with trio.CancelScope(deadline=deadline):
                 await trio.lowlevel.checkpoint_if_cancelled()
                 async with self._asking:
-                    generation = self._generation
-                    try:
-                        await self._attempt(op, pieces, deadline)
-                    except QueuePairError as error:
-                        if error.status == "timed_out":
-                            raise
-                        await self._until_replaced(generation)
-                        await self._attempt(op, pieces, deadline)
+                    await self._attempts(op, pieces, deadline)
                 self._stats.count(op, sum(len(piece.local) for piece in pieces))
                 return
         except (QueuePairError, RdmaLimit) as error:
@@ -190,77 +215,110 @@ class VerbsEndpoint:
         status = "timed_out" if error.status == "timed_out" else "closed"
         return FabricError(self._control.peer, op, status, 0, self._closed or str(error))
 
+    async def _attempts(self, op: str, pieces: Sequence[Piece], deadline: float) -> None:
+        """Once more for each lane there is, when all that was tried broke."""
+        last = len(self.lanes.lanes)
+        for attempt in range(last + 1):
+            try:
+                await self.until_up()
+                await self._attempt(op, pieces, deadline)
+                return
+            except QueuePairError as error:
+                if error.status == "timed_out" or attempt == last:
+                    raise
+
     async def _attempt(self, op: str, pieces: Sequence[Piece], deadline: float) -> None:
         """Ask, move, say so. Whatever happens, the node hears that we touch its memory no more.
 
-        What is granted holds for the queue pair of that time, so another that took its place is not used."""
-        queue_pair = self._queue_pair
+        What is granted holds for the queue pairs of that time, so others that took their places are not used."""
+        lanes = self.lanes.choose(sum(len(piece.local) for piece in pieces))
+        asked = {lane.index: queue_pair_of(lane) for lane in lanes}
         number = next(self._numbers)
         question = self._questions[number] = _Question()
-        is_ok = False
+        carried: dict[int, int] | None = None
         try:
             entries = [(piece.region_id, piece.offset, len(piece.local), piece.lease) for piece in pieces]
-            self._control.post(Ask(number, op, entries))
-            self._adapter.expect()
-            runs = await self._granted(question, queue_pair, op, entries)
-            if runs:
-                await self._move(queue_pair, op, pieces, runs, number, deadline)
+            self._control.post(Ask(number, op, entries, list(asked)))
+            for lane in lanes:
+                lane.adapter.expect()
+            runs = await self._granted(question, asked, op, entries)
+            carried = await self._move(asked, op, pieces, runs, number, deadline)
             if op == "store":
-                await self._until_stored(question, queue_pair)
-            is_ok = True
+                if len(runs) > 1:
+                    self._control.post(Done(number, True, carried))
+                await self._until_stored(question, asked)
+                return
+        except BaseException:
+            carried = None
+            raise
         finally:
             del self._questions[number]
-            if not (is_ok and op == "store"):
-                self._control.post(Done(number, is_ok))
+            if carried is None or op == "pull":
+                self._control.post(Done(number, carried is not None, carried or {}))
 
     async def _granted(
         self,
         question: _Question,
-        queue_pair: QueuePair,
+        asked: Mapping[int, QueuePair],
         op: str,
         entries: Sequence[tuple[int, int, int, int]],
-    ) -> list[Run]:
+    ) -> dict[int, list[Run]]:
+        """By lane; the node leaves out those that broke."""
         while question.answer is None:
-            await self._wait(question, queue_pair)
+            await self._wait(question, asked)
         if isinstance(question.answer, Refusal):
             raise RemoteAccessError(self._control.peer, op, _entry_text(entries, question.answer))
-        return question.answer.runs
+        return {index: runs for index, runs in question.answer.runs.items() if index in asked}
 
-    async def _until_stored(self, question: _Question, queue_pair: QueuePair) -> None:
+    async def _until_stored(self, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         while not question.is_stored:
-            await self._wait(question, queue_pair)
+            await self._wait(question, asked)
 
-    async def _wait(self, question: _Question, queue_pair: QueuePair) -> None:
-        if not queue_pair.is_usable or self._closed:
-            raise QueuePairError(queue_pair.peer, "closed", queue_pair.failure)
+    async def _wait(self, question: _Question, asked: Mapping[int, QueuePair]) -> None:
+        if self._closed or not any(queue_pair.is_usable for queue_pair in asked.values()):
+            failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
+            raise QueuePairError(self._control.peer, "closed", failures)
         await question.changed.wait()
 
     async def _move(
         self,
-        queue_pair: QueuePair,
+        asked: Mapping[int, QueuePair],
         op: str,
         pieces: Sequence[Piece],
-        runs: Sequence[Run],
+        runs: Mapping[int, Sequence[Run]],
         number: int,
         deadline: float,
-    ) -> None:
+    ) -> dict[int, int]:
+        """Bytes by lane."""
         spans: list[Span] = [(address_of(piece.local), len(piece.local)) for piece in pieces if piece.local]
-        is_pull = op == "pull"
-        known = [registration for _, registration in self._landings.values()]
-        access = Access.LOCAL_WRITE if is_pull else Access.NONE
-        if sum(run.length for run in runs) != sum(length for _, length in spans):
+        total = sum(length for _, length in spans)
+        if any(sum(run.length for run in granted) != total for granted in runs.values()):
             raise self._protocol("a grant of another length than was asked for")
-        with registered(self._adapter, known, spans, access) as local:
-            works = aligned(Opcode.READ if is_pull else Opcode.WRITE, sges_of(local, spans), runs)
-            await queue_pair.run(works if is_pull else with_immediate(works, number), deadline)
+        if not total:
+            return {}
+        is_pull = op == "pull"
+        access = Access.LOCAL_WRITE if is_pull else Access.NONE
+        opcode = Opcode.READ if is_pull else Opcode.WRITE
+        with contextlib.ExitStack() as stack:
+            local = {
+                adapter: stack.enter_context(registered(adapter, self._known(adapter), spans, access))
+                for adapter in {self.lanes.lanes[index].adapter for index in runs}
+            }
+            works: dict[int, list[Work]] = {}
+            for index, granted in runs.items():
+                lane = self.lanes.lanes[index]
+                if lane.queue_pair is asked[index] and lane.is_usable:
+                    works[index] = aligned(opcode, sges_of(local[lane.adapter], spans), granted)
+            if not works:
+                raise QueuePairError(self._control.peer, "closed", "every lane that was granted broke")
+            return await self.lanes.carry(works, None if is_pull else number, deadline)
 
-    # --- the queue pair ---
+    def _known(self, adapter: Adapter) -> list[Registration]:
+        return [registrations[adapter] for _, registrations in self._landings.values()]
 
-    def _take(self, queue_pair: QueuePair) -> None:
-        self._queue_pair = queue_pair
-        queue_pair.on_failed = self._broke
+    # --- lanes ---
 
-    def _broke(self) -> None:
+    def _broke(self, lane: Lane) -> None:
         for question in self._questions.values():
             question.changed.set()
         self._change()
@@ -269,60 +327,94 @@ class VerbsEndpoint:
         self._changed.set()
         self._changed = trio.Event()
 
-    async def _until_replaced(self, generation: int) -> None:
-        while self._generation == generation:
-            self._check_open("reconnect")
-            await self._changed.wait()
+    def _prepared(self, lane: Lane) -> QueuePair:
+        pushed = functools.partial(self._pushed, lane.index)
+        return prepared(lane.adapter, self._scratch[lane.adapter], pushed)
 
-    async def _replace_broken(self) -> None:
-        """The task that has a broken queue pair replaced, for as long as the node plays along."""
+    async def _keep_up(self, lane: Lane) -> None:
+        """The task that brings a lane up, and again whenever it breaks, for as long as the node plays along."""
+        policy, state = self.lanes.policy, self.lanes.states[lane.index]
+        if lane.is_usable:
+            await self._prove(lane)
         while self._closed is None:
-            if self._queue_pair.is_usable:
+            while state.is_up:
                 await self._changed.wait()
-                continue
             self._stats.errors += 1
-            with trio.move_on_after(REJOIN_S):
-                await self._rejoin()
-                continue
-            self._broken("the node did not replace a broken queue pair")
+            if not policy.any_up() and trio.current_time() - self._up_at > REJOIN_S:
+                self._broken(f"no lane passes bytes; the last: {state.last_failure}")
+                return
+            await queue_pair_of(lane).aclose()
+            await trio.sleep_until(state.retry_at)
+            if await self._rejoin(lane):
+                await self._prove(lane)
 
-    async def _rejoin(self) -> None:
-        await self._queue_pair.aclose()
+    async def _prove(self, lane: Lane) -> None:
+        """A WRITE without bytes is answered by the peer's device if there is a way to it."""
+        queue_pair = queue_pair_of(lane)
         try:
-            self._offered = prepared(self._adapter, self._scratch, self._pushed)
-        except (RdmaLimit, QueuePairError) as error:
-            self._broken(str(error))
+            await queue_pair.run([Work(Opcode.WRITE, ())], trio.current_time() + PROVE_S)
+        except QueuePairError as error:
+            queue_pair.fail(str(error))
             return
-        self._control.post(Rejoin(self._offered.address))
-        while self._offered is not None and self._closed is None:
-            await self._changed.wait()
+        self.lanes.up(lane)
+        self._up_at = trio.current_time()
+        self._control.post(Ready(lane.index))
+        self._change()
+
+    async def _rejoin(self, lane: Lane) -> bool:
+        """Whether the lane has a connected queue pair again."""
+        now = trio.current_time()
+        if not is_up(lane.adapter.device):
+            self.lanes.policy.broke(lane.index, f"{lane.adapter.device.name}: its port is down", now)
+            return False
+        try:
+            offered = self._prepared(lane)
+        except (RdmaLimit, QueuePairError) as error:
+            self.lanes.policy.broke(lane.index, str(error), now)
+            return False
+        self._offered[offered.number] = offered
+        self._control.post(Rejoin(lane.index, offered.address))
+        with trio.move_on_after(REJOIN_S):
+            while offered.number in self._offered and self._closed is None:
+                await self._changed.wait()
+        if self._offered.pop(offered.number, None) is not None:
+            offered.destroy()
+            self.lanes.policy.broke(
+                lane.index, "the node did not replace a broken queue pair", trio.current_time()
+            )
+            return False
+        self.lanes.take(lane, offered)
+        return offered.is_usable
 
     async def _far_end_broke(self, number: int) -> None:
         """Our end may have the better reason on its way: give it a moment."""
         await trio.sleep(FAR_END_S)
-        if self._queue_pair.number == number and self._queue_pair.is_usable:
-            self._queue_pair.fail("the node's end is broken")
+        for lane in self.lanes.lanes:
+            if lane.queue_pair is not None and lane.queue_pair.number == number and lane.is_usable:
+                lane.queue_pair.fail("the node's end is broken")
 
     def _rejoined(self, message: Rejoined) -> None:
-        offered, self._offered = self._offered, None
-        if offered is None:
-            raise self._protocol("a queue pair nobody asked for")
-        offered.connect(message.queue_pair)
-        self._take(offered)
-        self._generation += 1
-        self._change()
+        offered = self._offered.pop(message.number, None)
+        if offered is not None:  # else it comes too late
+            with contextlib.suppress(QueuePairError):  # then it is not usable
+                offered.connect(message.queue_pair)
+            self._change()
 
-    def _pushed(self, received: Received) -> None:
-        self._control.post(Pushed(received.immediate))
+    def _pushed(self, lane: int, received: Received) -> None:
+        self._control.post(Pushed(received.immediate, lane))
 
     # --- the background ---
 
     async def run(self) -> None:
         """Until the link ends, whoever ends it."""
+        self._up_at = trio.current_time()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._adapter.run)
+            for adapter in self._adapters:
+                nursery.start_soon(adapter.run)
             nursery.start_soon(self._control.flush)
-            nursery.start_soon(self._replace_broken)
+            nursery.start_soon(self.lanes.watch)
+            for lane in self.lanes.lanes:
+                nursery.start_soon(self._keep_up, lane)
             try:
                 while True:
                     self._hear(await self._control.receive(), nursery)
@@ -368,7 +460,8 @@ class VerbsEndpoint:
         self._closed = reason
         self._stats.links = 0
         self._control.close()
-        self._adapter.close()
+        for adapter in self._adapters:
+            adapter.close()
         for region, _ in self._landings.values():
             region.close()
         for question in self._questions.values():
@@ -387,6 +480,12 @@ def _entry_text(entries: Sequence[tuple[int, int, int, int]], refusal: Refusal) 
         return refusal.why
     region_id, offset, length, lease = entries[refusal.index]
     return f"entry {refusal.index} refused: region {region_id} [{offset}, +{length}) lease {lease}: {refusal.why}"
+
+
+def queue_pair_of(lane: Lane) -> QueuePair:
+    """A host's lane always has one, good or broken."""
+    assert lane.queue_pair is not None
+    return lane.queue_pair
 
 
 def _scratch(adapter: Adapter) -> Sge:
@@ -422,10 +521,11 @@ async def connect(address: Address, session: int, token: bytes, deadline: float)
     if reason := why_off():
         raise NodeUnavailable(where, f"verbs is off on this machine: {reason}")
     with trio.CancelScope(deadline=deadline):
-        sock = await _dial(str(address["host"]), int(address["port"]), where)
-        control = Control(sock, where)
+        rails = str(address.get("rails", address["host"])).split(",")
+        control = Control(await _dial_one(rails, int(address["port"]), where), where)
         try:
-            return await _open(control, local_device(sock.getsockname()[0]), session, token)
+            pairs = paired(rails, discover())
+            return await _open(control, pairs * int(address.get("queue_pairs", 1)), session, token)
         except (FabricError, QueuePairError, RdmaLimit, RdmaUnavailable) as error:
             control.close()
             raise NodeUnavailable(where, str(error)) from error
@@ -435,26 +535,64 @@ async def connect(address: Address, session: int, token: bytes, deadline: float)
     raise NodeUnavailable(where, "no answer before the deadline")
 
 
-def local_device(address: str) -> RdmaDevice:
-    """The device whose address the way to the node starts at, or the only one. Raises RdmaUnavailable."""
-    devices = discover()
-    fitting = [device for device in devices if device.address == address] or devices
-    if len(fitting) != 1:
+def paired(rails: Sequence[str], devices: Sequence[RdmaDevice]) -> list[tuple[str, RdmaDevice]]:
+    """Each of the node's rails with the device of ours that the way to it starts at. Raises RdmaUnavailable for none.
+
+    A single device of ours leads to them all, whatever addresses the ways start at."""
+    found = []
+    for rail in rails:
+        start = _way_starts_at(rail)
+        fitting = [device for device in devices if device.address == start]
+        if fitting:
+            found.append((rail, fitting[0]))
+        elif len(devices) == 1:
+            found.append((rail, devices[0]))
+    if not found:
         names = "; ".join(map(str, devices))
-        raise RdmaUnavailable("", f"the way to the node starts at {address}, which is none of {names}")
-    return fitting[0]
+        raise RdmaUnavailable("", f"the way to {', '.join(rails)} starts at none of {names}")
+    return found
 
 
-async def _open(control: Control, device: RdmaDevice, session: int, token: bytes) -> VerbsEndpoint:
-    adapter = Adapter(device, max_completions=MAX_COMPLETIONS)
+def _way_starts_at(address: str) -> str:
+    """Our address on the way to this one; empty if there is no way. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+async def _open(
+    control: Control, pairs: Sequence[tuple[str, RdmaDevice]], session: int, token: bytes
+) -> VerbsEndpoint:
+    adapters: dict[RdmaDevice, Adapter] = {}
     try:
-        endpoint = VerbsEndpoint(adapter, control)
+        for _, device in pairs:
+            if device not in adapters:
+                adapters[device] = Adapter(device, max_completions=MAX_COMPLETIONS)
+        lanes = [Lane(index, rail, adapters[device]) for index, (rail, device) in enumerate(pairs)]
+        endpoint = VerbsEndpoint(lanes, control)
         await endpoint.join(session, token)
     except BaseException:
-        adapter.close()
+        for adapter in adapters.values():
+            adapter.close()
         raise
     trio.lowlevel.spawn_system_task(endpoint.run)
+    try:
+        await endpoint.until_up()
+    except BaseException:
+        await endpoint.aclose()
+        raise
     return endpoint
+
+
+async def _dial_one(rails: Sequence[str], port: int, where: str) -> socket.socket:
+    """Through the first rail that answers."""
+    for rail in rails[:-1]:
+        with contextlib.suppress(NodeUnavailable), trio.move_on_after(DIAL_S):
+            return await _dial(rail, port, where)
+    return await _dial(rails[-1], port, where)
 
 
 async def _dial(host: str, port: int, where: str) -> socket.socket:
@@ -467,5 +605,4 @@ async def _dial(host: str, port: int, where: str) -> socket.socket:
     except BaseException:
         sock.close()
         raise
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return socket.socket(fileno=sock.detach())

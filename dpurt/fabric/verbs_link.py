@@ -1,7 +1,8 @@
-"""The node's end of one host's verbs link: serves its asks, pushes into its landings, replaces its queue pair.
+"""The node's end of one host's verbs link: serves its asks, pushes into its landings, replaces its queue pairs.
 
-Theory of operation: see `dpurt.fabric.verbs`. Each ask is a task that holds the AccessCheck's word and the windows until the
-host is done, its time is up, or the queue pair is gone; windows die before the AccessCheck is told so.
+Theory of operation: see `dpurt.fabric.verbs`. Each ask is a task that holds the AccessCheck's word and the windows, on each
+lane the host named, until the host is done, its time is up, or the last of these lanes is gone; windows die before the
+AccessCheck is told so.
 
 Leaves to others: opening links and who has one (`dpurt.fabric.verbs`).
 """
@@ -9,7 +10,6 @@ Leaves to others: opening links and who has one (`dpurt.fabric.verbs`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,17 +33,18 @@ from dpurt.fabric.verbs_control import (
     Landing,
     Message,
     Pushed,
+    Ready,
     Refusal,
     Rejoin,
     Rejoined,
     Run,
     Stored,
 )
-from dpurt.fabric.verbs_memory import ArenaMemory
-from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of, with_immediate
-from dpurt.rdma.endpoint import Adapter
+from dpurt.fabric.verbs_lanes import Lane, LaneGroup
+from dpurt.fabric.verbs_memory import NodeRail
+from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
 from dpurt.rdma.memory import Access, Registration, Segment, Window, address_of
-from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, Received
+from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, QueuePairAddress, Received
 
 __all__ = ["NodeSide", "VerbsLimits", "VerbsLink", "cut"]
 
@@ -69,8 +70,9 @@ class NodeSide(Protocol):
     """What a link needs of its fabric."""
 
     limits: VerbsLimits
-    adapter: Adapter
-    memory: ArenaMemory
+
+    @property
+    def rails(self) -> Mapping[str, NodeRail]: ...
 
     @property
     def stats(self) -> FabricStats: ...
@@ -84,8 +86,16 @@ class NodeSide(Protocol):
 
 @dataclass(slots=True)
 class _Grant:
-    """An ask being served."""
+    """An ask being served. `lanes`: those it is open on; `told`: lanes whose immediate came; `carried`: bytes by lane, as the
+    host says.
+    """
 
+    op: str
+    total: int
+    lanes: set[int]
+    is_single: bool = False  # granted on one lane: then a store's immediate says it all
+    told: set[int] = field(default_factory=set)
+    carried: dict[int, int] | None = None
     over: trio.Event = field(default_factory=trio.Event)
     is_ok: bool = False
 
@@ -94,11 +104,40 @@ class _Grant:
             self.is_ok = is_ok
             self.over.set()
 
+    def done(self, message: Done) -> None:
+        self.carried = message.carried
+        if message.is_ok and self.op == "store":
+            self.check_stored()
+        else:
+            self.end(is_ok=message.is_ok)
+
+    def tell(self, lane: int) -> None:
+        """The lane's immediate came: what it carried of a store is in memory."""
+        self.told.add(lane)
+        if self.is_single:
+            self.carried = {lane: self.total}
+        self.check_stored()
+
+    def check_stored(self) -> None:
+        if self.op == "store" and self.carried is not None and set(self.carried) <= self.told:
+            self.end(is_ok=True)
+
 
 @dataclass(slots=True)
 class _Push:
-    seen: trio.Event = field(default_factory=trio.Event)
-    is_ok: bool = False
+    """A push that waits to be seen by the host, on each of `lanes`."""
+
+    lanes: set[int] | None = None
+    told: set[int] = field(default_factory=set)
+    changed: trio.Event = field(default_factory=trio.Event)
+
+    def change(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+    @property
+    def is_seen(self) -> bool:
+        return self.lanes is not None and self.lanes <= self.told
 
 
 class VerbsLink:
@@ -110,7 +149,8 @@ class VerbsLink:
         self._control = control
         self._node = node
         self._limits = node.limits
-        self._queue_pair: QueuePair | None = None
+        self._group: LaneGroup | None = None
+        self._far_numbers: dict[int, int] = {}  # lane: the number of the host's queue pair
         self._grants: dict[int, _Grant] = {}
         self._asking = trio.Semaphore(self._limits.max_asks)
         self._landings: dict[int, Landing] = {}
@@ -118,7 +158,9 @@ class VerbsLink:
         self._pushes: dict[int, _Push] = {}
         self._push_numbers = itertools.count(1)
         self._pushing = trio.Semaphore(self._limits.max_pushes)
-        self._windows: set[Window] = set()  # open ones
+        self._windows: dict[int, set[Window]] = {}  # open ones, by lane
+        self._counted: set[int] = set()  # lanes that their rails count as up
+        self._raised = trio.Event()  # a lane is up, or the link ends
 
     @property
     def is_open(self) -> bool:
@@ -127,72 +169,138 @@ class VerbsLink:
     def close(self, reason: str = "closed by the node") -> None:
         if self.close_reason is None:
             self.close_reason = reason
-        self._close_windows()
-        if self._queue_pair is not None:
-            self._queue_pair.destroy()  # after this the host touches nothing
+        for lane in self._lanes:
+            self._close_windows(lane.index)
+            self._count_down(lane)
+            if lane.queue_pair is not None:
+                lane.queue_pair.on_failed = lambda: None
+                lane.queue_pair.destroy()  # after this the host touches nothing
         self._control.close()
-        self._end_grants()
+        self._end_all()
         self._landed.set()
+        self._raised.set()
 
-    # --- the queue pair ---
+    # --- lanes ---
 
-    def join(self, peer: Join | Rejoin) -> QueuePair:
-        """A new queue pair, connected to the host's. Raises RdmaLimit, QueuePairError."""
-        limits = self._limits
-        made = self._node.adapter.queue_pair(
-            send_depth=limits.send_depth,
-            receive_depth=limits.max_asks,
+    @property
+    def _lanes(self) -> Sequence[Lane]:
+        return () if self._group is None else self._group.lanes
+
+    def join(self, join: Join) -> list[QueuePair]:
+        """Queue pairs connected to the host's. Raises RdmaLimit, QueuePairError; then there are none."""
+        lanes = [
+            Lane(index, offer.rail, self._node.rails[offer.rail].adapter)
+            for index, offer in enumerate(join.lanes)
+        ]
+        self._group = LaneGroup(lanes, self._broke)
+        made: list[QueuePair] = []
+        try:
+            for lane, offer in zip(lanes, join.lanes, strict=True):
+                made.append(self._connect(lane, offer.queue_pair))
+        except BaseException:
+            for queue_pair in made:
+                queue_pair.on_failed = lambda: None
+                queue_pair.destroy()
+            raise
+        return made
+
+    def _connect(self, lane: Lane, peer: QueuePairAddress) -> QueuePair:
+        """A new queue pair for the lane. Raises RdmaLimit, QueuePairError."""
+        made = lane.adapter.queue_pair(
+            send_depth=self._limits.send_depth,
+            receive_depth=self._limits.max_asks,
             access=Access.REMOTE_READ | Access.REMOTE_WRITE | Access.MW_BIND,
         )
         try:
             made.prepare()
-            for _ in range(limits.max_asks):
-                self._expect_immediate(made)
-            made.connect(peer.queue_pair)
+            for _ in range(self._limits.max_asks):
+                self._expect_immediate(lane, made)
+            made.connect(peer)
         except BaseException:
             made.destroy()
             raise
-        made.on_failed = functools.partial(self._broke, peer.queue_pair.number)
-        self._queue_pair = made
+        self._far_numbers[lane.index] = peer.number
+        self._windows[lane.index] = set()
+        assert self._group is not None
+        self._group.take(lane, made)
         return made
 
-    def _expect_immediate(self, queue_pair: QueuePair) -> None:
+    def _expect_immediate(self, lane: Lane, queue_pair: QueuePair) -> None:
         def arrived(received: Received) -> None:
             if received.is_ok:
-                self._expect_immediate(queue_pair)
-                self._end_grant(received.immediate, is_ok=True)
+                self._expect_immediate(lane, queue_pair)
+                self._told(lane.index, received.immediate)
 
-        queue_pair.post_receive(self._node.memory.nothing, arrived)
+        queue_pair.post_receive(self._rail(lane).memory.nothing, arrived)
 
-    def _broke(self, number: int) -> None:
-        """Tell the host, whose end would wait long for answers that do not come."""
-        self._control.post(Broken(number))
-        self._end_grants()
+    def _rail(self, lane: Lane) -> NodeRail:
+        return self._node.rails[lane.rail]
 
-    def _end_grants(self) -> None:
-        """The queue pair is in error or gone: nothing that was granted on it will be done."""
+    def _told(self, lane: int, number: int) -> None:
+        grant = self._grants.get(number)
+        if grant is not None:
+            grant.tell(lane)
+
+    def _ready(self, index: int) -> None:
+        """The host saw bytes pass: so can ours."""
+        lane = self._lane(index)
+        assert self._group is not None
+        if lane.is_usable and not self._group.policy.is_up(index):
+            self._group.up(lane)
+            self._counted.add(index)
+            self._rail(lane).stats.lanes += 1
+            self._raised.set()
+            self._raised = trio.Event()
+
+    def _lane(self, index: int) -> Lane:
+        if index >= len(self._lanes):
+            raise self._protocol(f"lane {index} of a link with {len(self._lanes)}")
+        return self._lanes[index]
+
+    def _broke(self, lane: Lane) -> None:
+        """Tell the host, whose end would wait long for answers that do not come. What others carry goes on."""
+        assert self._group is not None
+        state = self._group.states[lane.index]
+        self._control.post(Broken(self._far_numbers[lane.index]))
+        stats = self._rail(lane).stats
+        stats.breaks += 1
+        stats.last_failure = state.last_failure
+        self._count_down(lane)
+        for grant in self._grants.values():
+            grant.lanes.discard(lane.index)
+            if not grant.lanes:
+                grant.end(is_ok=False)
+        for push in self._pushes.values():
+            push.change()
+
+    def _count_down(self, lane: Lane) -> None:
+        """It is up no more, if it was."""
+        if lane.index in self._counted:
+            self._counted.remove(lane.index)
+            self._rail(lane).stats.lanes -= 1
+
+    def _end_all(self) -> None:
+        """The link is gone: nothing that was granted on it will be done."""
         for grant in self._grants.values():
             grant.end(is_ok=False)
         for push in self._pushes.values():
-            push.seen.set()
+            push.change()
 
-    def _close_windows(self) -> None:
+    def _close_windows(self, lane: int) -> None:
         """Before their queue pair: a device may refuse to destroy one that has windows."""
-        while self._windows:
-            self._windows.pop().close()
-
-    def _end_grant(self, number: int, *, is_ok: bool) -> None:
-        grant = self._grants.get(number)
-        if grant is not None:
-            grant.end(is_ok=is_ok)
+        windows = self._windows.get(lane, set())
+        while windows:
+            windows.pop().close()
 
     async def _rejoin(self, message: Rejoin) -> None:
-        self._close_windows()
-        if self._queue_pair is not None:
-            await self._queue_pair.aclose("replaced by the host")
-        made = self.join(message)
+        lane = self._lane(message.lane)
+        self._close_windows(lane.index)
+        if lane.queue_pair is not None:
+            await lane.queue_pair.aclose("replaced by the host")
+        made = self._connect(lane, message.queue_pair)
         self._node.stats.errors += 1
-        self._control.post(Rejoined(made.address))
+        self._rail(lane).stats.rejoins += 1
+        self._control.post(Rejoined(message.queue_pair.number, made.address))
 
     # --- serving ---
 
@@ -201,6 +309,8 @@ class VerbsLink:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._control.flush)
+                assert self._group is not None, "a link is served after it was joined"
+                nursery.start_soon(self._group.watch)
                 await self._answer(nursery)
         finally:
             self.close("the node stopped serving")
@@ -229,15 +339,19 @@ class VerbsLink:
         match message:
             case Ask():
                 await self._asking.acquire()  # who asks for too much at a time is not heard for a while
-                self._check_ask(message)
-                grant = self._grants[message.number] = _Grant()
+                total = self._check_ask(message)
+                grant = self._grants[message.number] = _Grant(message.op, total, set(message.lanes))
                 nursery.start_soon(self._serve_ask, message, grant)
-            case Done(number, is_ok):
-                self._end_grant(number, is_ok=is_ok)
+            case Done(number) if number in self._grants:
+                self._grants[number].done(message)
+            case Done():
+                pass
+            case Ready(lane):
+                self._ready(lane)
             case Landing():
                 self._land(message)
-            case Pushed(number):
-                self._pushed(number)
+            case Pushed(number, lane):
+                self._pushed(number, lane)
             case Rejoin():
                 await self._rejoin(message)
             case _:
@@ -246,21 +360,24 @@ class VerbsLink:
     def _protocol(self, problem: str) -> FabricError:
         return FabricError(self._control.peer, "control", "protocol", 0, problem)
 
-    def _check_ask(self, ask: Ask) -> None:
+    def _check_ask(self, ask: Ask) -> int:
+        """Bytes asked for."""
         frames = self._limits.frames
         if ask.op not in ("pull", "store") or not 0 < ask.number < 1 << 32 or ask.number in self._grants:
             raise self._protocol("a malformed ask")
         total = sum(length for _, _, length, _ in ask.entries)
         if len(ask.entries) > frames.max_entries or total > frames.max_request_bytes:
             raise self._protocol(f"an ask for {total} bytes in {len(ask.entries)} ranges")
+        for lane in ask.lanes:
+            self._lane(lane)
+        return total
 
     # --- pulls and stores ---
 
     async def _serve_ask(self, ask: Ask, grant: _Grant) -> None:
-        total = sum(entry[2] for entry in ask.entries)
         try:
             with self._node.claim(self.session, ask.op, ask.entries):
-                await self._serve_claimed(ask, grant, total)
+                await self._serve_claimed(ask, grant)
         except Refused as refusal:
             self._node.stats.refused += 1
             self._control.post(Refusal(ask.number, refusal.index, refusal.reason))
@@ -270,37 +387,65 @@ class VerbsLink:
             pass  # the host finds out by its own
         else:
             if grant.is_ok:
-                self._node.stats.count(ask.op, total)
+                self._count(grant)
                 if ask.op == "store":
                     self._control.post(Stored(ask.number))
         finally:
             del self._grants[ask.number]
             self._asking.release()
 
-    async def _serve_claimed(self, ask: Ask, grant: _Grant, total: int) -> None:
-        with self._node.memory.using({entry[0] for entry in ask.entries if entry[2]}) as registrations:
-            async with self._opened(ask, registrations) as runs:
-                self._control.post(Granted(ask.number, runs))
-                self._node.adapter.expect()
-                if not total:
-                    grant.end(is_ok=True)
-                with trio.CancelScope(deadline=self._limits.pace.deadline(total)):
-                    await grant.over.wait()
-                self._check_overstay(grant)
+    def _count(self, grant: _Grant) -> None:
+        self._node.stats.count(grant.op, grant.total)
+        for index, num_bytes in (grant.carried or {}).items():
+            stats = self._rail(self._lane(index)).stats
+            if grant.op == "store":
+                stats.bytes_in += num_bytes
+            else:
+                stats.bytes_out += num_bytes
+
+    async def _serve_claimed(self, ask: Ask, grant: _Grant) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            runs: dict[int, list[Run]] = {}
+            for lane in [self._lane(index) for index in ask.lanes]:
+                await self._open_on(lane, ask, stack, runs)
+            grant.lanes &= set(runs)
+            if not grant.lanes:
+                raise QueuePairError(self._control.peer, "closed", "none of the lanes is usable")
+            grant.is_single = len(runs) == 1
+            self._control.post(Granted(ask.number, runs))
+            for index in runs:
+                self._lane(index).adapter.expect()
+            if not grant.total:
+                grant.end(is_ok=True)
+            with trio.CancelScope(deadline=self._limits.pace.deadline(grant.total)):
+                await grant.over.wait()
+            self._check_overstay(grant)
+
+    async def _open_on(
+        self, lane: Lane, ask: Ask, stack: contextlib.AsyncExitStack, runs: dict[int, list[Run]]
+    ) -> None:
+        """Open the ranges on one lane, as long as `stack` is; not on one that breaks."""
+        memory = self._rail(lane).memory
+        registrations = stack.enter_context(memory.using({entry[0] for entry in ask.entries if entry[2]}))
+        try:
+            runs[lane.index] = await stack.enter_async_context(self._opened(lane, ask, registrations))
+        except QueuePairError:
+            if len(ask.lanes) == 1:
+                raise
 
     def _check_overstay(self, grant: _Grant) -> None:
-        """Without windows, only the end of the queue pair ends the host's access."""
-        if not grant.over.is_set():
-            self._node.stats.errors += 1
-            if not self._has_windows and self._queue_pair is not None:
-                self._queue_pair.fail("the host did not finish in its time")
-
-    @property
-    def _has_windows(self) -> bool:
-        return self._node.adapter.device.limits.has_windows
+        """Without windows, only the end of the queue pairs ends the host's access."""
+        if grant.over.is_set():
+            return
+        self._node.stats.errors += 1
+        for lane in [self._lane(index) for index in grant.lanes]:
+            if not _has_windows(lane) and lane.queue_pair is not None:
+                lane.queue_pair.fail("the host did not finish in its time")
 
     @contextlib.asynccontextmanager
-    async def _opened(self, ask: Ask, registrations: Mapping[int, Registration]) -> AsyncIterator[list[Run]]:
+    async def _opened(
+        self, lane: Lane, ask: Ask, registrations: Mapping[int, Registration]
+    ) -> AsyncIterator[list[Run]]:
         """The ranges of an ask, open to the host inside the block; given as runs in the ask's order."""
         wanted = [
             (entry, segment)
@@ -308,12 +453,13 @@ class VerbsLink:
             if entry[2]
             for segment in _segments(registrations[entry[0]], entry)
         ]
-        if not self._has_windows:
+        if not _has_windows(lane):
             yield [Run(segment.address, segment.length, segment.chunk.rkey) for _, segment in wanted]
             return
+        opened = self._windows[lane.index]  # of this queue pair: another's begins anew
         windows: dict[tuple[int, int], Window] = {}
         try:
-            await self._bind(ask.op, wanted, windows)
+            await self._bind(lane, ask.op, wanted, windows)
             yield [
                 Run(segment.address, segment.length, windows[_window_of(entry, segment)].rkey)
                 for entry, segment in wanted
@@ -321,10 +467,11 @@ class VerbsLink:
         finally:
             for window in windows.values():
                 window.close()
-                self._windows.discard(window)
+                opened.discard(window)
 
     async def _bind(
         self,
+        lane: Lane,
         op: str,
         wanted: Sequence[tuple[Entry, Segment]],
         windows: dict[tuple[int, int], Window],
@@ -336,44 +483,46 @@ class VerbsLink:
             name = _window_of(entry, segment)
             extents[name] = _around(extents[name], segment) if name in extents else segment
         for name in extents:
-            windows[name] = self._node.adapter.window()
-            self._windows.add(windows[name])
+            windows[name] = lane.adapter.window()
+            self._windows[lane.index].add(windows[name])
         binds = [
             Bind(windows[name], extent.chunk, extent.address, extent.length, access)
             for name, extent in extents.items()
         ]
-        if self._queue_pair is None:
+        if lane.queue_pair is None:
             raise QueuePairError(self._control.peer, "closed")
-        await self._queue_pair.run(binds, trio.current_time() + self._limits.window_s)
+        await lane.queue_pair.run(binds, trio.current_time() + self._limits.window_s)
 
     # --- pushes ---
 
     def _land(self, landing: Landing) -> None:
         if len(self._landings) >= self._limits.max_landings:
             raise self._protocol(f"more than {self._limits.max_landings} landings")
-        if sum(run.length for run in landing.runs) != landing.size:
+        if any(sum(run.length for run in runs) != landing.size for runs in landing.runs.values()):
             raise self._protocol("a landing whose runs are not its size")
+        if {lane.rail for lane in self._lanes} - set(landing.runs):
+            raise self._protocol("a landing that is not registered on every rail")
         self._landings[landing.region] = landing
         self._landed.set()
         self._landed = trio.Event()
 
-    def _pushed(self, number: int) -> None:
+    def _pushed(self, number: int, lane: int) -> None:
         push = self._pushes.get(number)
         if push is not None:
-            push.is_ok = True
-            push.seen.set()
+            push.told.add(lane)
+            push.change()
 
     async def push(self, pieces: Sequence[tuple[memoryview, int, int]], deadline: float) -> None:
         total = sum(len(source) for source, _, _ in pieces)
         with trio.CancelScope(deadline=deadline):
             await trio.lowlevel.checkpoint_if_cancelled()
             self._check_open()
-            remote = [
-                await self._landing_runs(region, offset, len(source)) for source, region, offset in pieces
+            landings = [
+                await self._landing_at(region, offset, len(source)) for source, region, offset in pieces
             ]
             if total:
                 async with self._pushing:
-                    await self._push([source for source, _, _ in pieces], remote, deadline)
+                    await self._push_somehow(pieces, landings, total, deadline)
             self._node.stats.count("push", total)
             return
         raise FabricError(self._control.peer, "push", "timed_out", 0)
@@ -382,7 +531,7 @@ class VerbsLink:
         if self.close_reason is not None:
             raise FabricError(self._control.peer, "push", "closed", 0, self.close_reason)
 
-    async def _landing_runs(self, region: int, offset: int, length: int) -> list[Run]:
+    async def _landing_at(self, region: int, offset: int, length: int) -> Landing:
         """Where in the host's memory. Waits for a landing that was not announced yet: its news may be behind."""
         while region not in self._landings:
             await self._landed.wait()
@@ -391,34 +540,80 @@ class VerbsLink:
         if not within(offset, length, landing.size):
             detail = f"no landing at region {region} [{offset}, +{length})"
             raise RemoteAccessError(self._control.peer, "push", detail)
-        return cut(landing.runs, offset, length)
+        return landing
+
+    async def _push_somehow(
+        self,
+        pieces: Sequence[tuple[memoryview, int, int]],
+        landings: Sequence[Landing],
+        total: int,
+        deadline: float,
+    ) -> None:
+        """On what lanes are up; where all of these break, once more on what is up then."""
+        assert self._group is not None, "an open link has lanes"
+        last = len(self._lanes) - 1
+        for attempt in range(last + 1):
+            try:
+                await self._until_up()
+                await self._push(self._group.choose(total), pieces, landings, deadline)
+                return
+            except (QueuePairError, RdmaLimit) as error:
+                status = getattr(error, "status", "limit")
+                if attempt == last or status in ("limit", "timed_out") or not self.is_open:
+                    raise self._push_failed(str(error), status) from error
+
+    async def _until_up(self) -> None:
+        assert self._group is not None
+        while not self._group.policy.any_up():
+            await self._raised.wait()
+            self._check_open()
 
     async def _push(
-        self, sources: Sequence[memoryview], remote: Sequence[Sequence[Run]], deadline: float
+        self,
+        lanes: Sequence[Lane],
+        pieces: Sequence[tuple[memoryview, int, int]],
+        landings: Sequence[Landing],
+        deadline: float,
     ) -> None:
-        queue_pair = self._queue_pair
-        self._check_open()
-        assert queue_pair is not None, "an open link has a queue pair"
+        assert self._group is not None
         number = next(self._push_numbers)
         push = self._pushes[number] = _Push()
-        spans: list[Span] = [(address_of(source), len(source)) for source in sources if source]
-        memory = self._node.memory
+        spans: list[Span] = [(address_of(source), len(source)) for source, _, _ in pieces if source]
         try:
-            with registered(self._node.adapter, memory.known(), spans, Access.NONE) as local:
-                runs = [run for several in remote for run in several]
-                works = aligned(Opcode.WRITE, sges_of(local, spans), runs)
-                await queue_pair.run(with_immediate(works, number), deadline)
-            await push.seen.wait()
-        except (QueuePairError, RdmaLimit) as error:
-            raise self._push_failed(str(error), getattr(error, "status", "limit")) from error
+            with contextlib.ExitStack() as stack:
+                works = {}
+                for lane in lanes:
+                    known = self._rail(lane).memory.known()
+                    local = stack.enter_context(registered(lane.adapter, known, spans, Access.NONE))
+                    runs = [
+                        run
+                        for (source, _, offset), landing in zip(pieces, landings, strict=True)
+                        for run in cut(landing.runs[lane.rail], offset, len(source))
+                    ]
+                    works[lane.index] = aligned(Opcode.WRITE, sges_of(local, spans), runs)
+                carried = await self._group.carry(works, number, deadline)
+            push.lanes = set(carried)
+            await self._until_seen(push)
         finally:
             del self._pushes[number]
-        if not push.is_ok:
-            raise self._push_failed(queue_pair.failure, "closed")
+        for index, num_bytes in carried.items():
+            self._rail(self._lane(index)).stats.bytes_out += num_bytes
+
+    async def _until_seen(self, push: _Push) -> None:
+        while not push.is_seen:
+            assert push.lanes is not None
+            broken = [index for index in push.lanes - push.told if not self._lane(index).is_usable]
+            if broken or not self.is_open:
+                raise QueuePairError(self._control.peer, "closed", "it broke before the host saw the bytes")
+            await push.changed.wait()
 
     def _push_failed(self, why: str, status: str) -> FabricError:
         known = status if status in ("timed_out", "limit") else "closed"
         return FabricError(self._control.peer, "push", known, 0, self.close_reason or why)
+
+
+def _has_windows(lane: Lane) -> bool:
+    return lane.adapter.device.limits.has_windows
 
 
 def _segments(registration: Registration, entry: Entry) -> Iterator[Segment]:

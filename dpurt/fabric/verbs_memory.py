@@ -1,4 +1,4 @@
-"""The arena's regions as the node's RDMA device knows them: registered once, for as long as they are offered or used.
+"""The arena's regions as the node's RDMA devices know them: registered once with each, for as long as they are offered or used.
 
 Leaves to others: who may use them; windows (`dpurt.fabric.verbs_link`).
 """
@@ -15,7 +15,7 @@ from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, Registration, address_of
 from dpurt.rdma.queue_pair import Sge
 
-__all__ = ["ArenaMemory"]
+__all__ = ["ArenaMemory", "NodeRail", "RailStats"]
 
 SCRATCH_BYTES = 4096
 
@@ -34,6 +34,31 @@ class _Offered:
         if self.registration is not None and not self.users and not self.is_offered:
             self.registration.close()
             self.registration = None
+
+
+@dataclass(slots=True)
+class RailStats:
+    """What happened on one rail of a node. `bytes_out`: pulled and pushed, `bytes_in`: stored."""
+
+    lanes: int = 0  # up now
+    breaks: int = 0
+    rejoins: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    last_failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRail:
+    """One rail of the node: an opened device, and the arena as it knows it. Its name is its address."""
+
+    adapter: Adapter
+    memory: ArenaMemory
+    stats: RailStats
+
+    @property
+    def name(self) -> str:
+        return self.adapter.device.address
 
 
 class ArenaMemory:

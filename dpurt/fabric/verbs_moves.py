@@ -14,7 +14,7 @@ from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, Registration
 from dpurt.rdma.queue_pair import Opcode, Sge, Work
 
-__all__ = ["Span", "aligned", "merged", "registered", "sges_of", "with_immediate"]
+__all__ = ["Span", "aligned", "length_of", "merged", "registered", "sges_of", "striped", "with_immediate"]
 
 MAX_WORK_BYTES = 1 << 20
 _PAGE = 4096
@@ -42,6 +42,28 @@ def aligned(opcode: Opcode, local: Iterable[Sge], remote: Iterable[Run]) -> list
 def with_immediate(works: Sequence[Work], immediate: int) -> list[Work]:
     """The same, but the last one tells the peer."""
     return [*works[:-1], replace(works[-1], opcode=Opcode.WRITE_IMMEDIATE, immediate=immediate & 0xFFFFFFFF)]
+
+
+def length_of(works: Iterable[Work]) -> int:
+    return sum(sge.length for work in works for sge in work.local)
+
+
+def striped(works: Iterable[Work], step: int) -> list[list[Work]]:
+    """The works cut into groups of `step` bytes each, but for the last."""
+    groups: list[list[Work]] = []
+    room = 0
+    for work in works:
+        [sge] = work.local
+        done = 0
+        while done < sge.length:
+            if not room:
+                groups.append([])
+                room = step
+            size = min(room, sge.length - done)
+            here = Sge(sge.address + done, size, sge.lkey)
+            groups[-1].append(replace(work, local=(here,), remote_address=work.remote_address + done))
+            done, room = done + size, room - size
+    return groups
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import ipaddress
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpurt.errors import RdmaUnavailable
 from dpurt.rdma.binding import missing, verbs
 
-__all__ = ["DeviceLimits", "RdmaDevice", "discover", "find", "memlock_bytes", "why_off"]
+__all__ = ["DeviceLimits", "RdmaDevice", "discover", "find", "is_up", "memlock_bytes", "why_off"]
 
 _SYSFS = Path("/sys/class/infiniband")
 _GIDS = 256
@@ -47,7 +47,9 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class RdmaDevice:
-    """One port of one device, and the GID its IPv4 `address` gives it. `mtu` in bytes."""
+    """One port of one device, and the GID its IPv4 `address` gives it. `mtu` in bytes. `numa` -1 and `bytes_per_s` 0: the
+    kernel does not say.
+    """
 
     name: str
     port: int
@@ -56,6 +58,8 @@ class RdmaDevice:
     address: str
     mtu: int
     limits: DeviceLimits
+    numa: int = field(default=-1, compare=False)
+    bytes_per_s: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.name} port {self.port}, GID {self.gid_index} ({self.address}), MTU {self.mtu}"
@@ -71,6 +75,14 @@ def why_off() -> str:
         return "" if discover() else "no RDMA port is up and has an IPv4 address (RoCE v2)"
     except RdmaUnavailable as error:
         return str(error)
+
+
+def is_up(device: RdmaDevice) -> bool:
+    """Whether its port is active at this moment, as far as the kernel says."""
+    try:
+        return "ACTIVE" in (_SYSFS / device.name / "ports" / str(device.port) / "state").read_text()
+    except OSError:
+        return False
 
 
 def memlock_bytes() -> int | None:
@@ -119,8 +131,24 @@ def _ports(v: Any, name: str) -> list[RdmaDevice]:
             if port.state == v.enums.IBV_PORT_ACTIVE:
                 mtu = 128 << port.active_mtu
                 where = name, entry.port_num, entry.gid_index, entry.gid_str()
-                found.append(RdmaDevice(*where, address, mtu, limits))
+                place = _numa(name), _bytes_per_s(name, entry.port_num)
+                found.append(RdmaDevice(*where, address, mtu, limits, *place))
     return found
+
+
+def _numa(name: str) -> int:
+    try:
+        return int((_SYSFS / name / "device" / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _bytes_per_s(name: str, port: int) -> float:
+    """Of a port, from words such as ``100 Gb/sec (4X EDR)``."""
+    try:
+        return float((_SYSFS / name / "ports" / str(port) / "rate").read_text().split()[0]) * 1e9 / 8
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _ipv4(gid: str) -> str:

@@ -67,7 +67,9 @@ class Sge:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One work request. `immediate` is a 32-bit number for WRITE_IMMEDIATE."""
+    """One work request. `immediate` is a 32-bit number for WRITE_IMMEDIATE. Without local bytes nothing is moved, and no key
+    is asked for: that it ends well says that the peer is there.
+    """
 
     opcode: Opcode
     local: tuple[Sge, ...]
@@ -443,7 +445,7 @@ class _Requests:
         elements = [self._v.SGE(sge.address, sge.length, sge.lkey) for sge in work.local]
         self._made += elements
         request = self._v.SendWR(
-            wr_id=wr_id, opcode=int(work.opcode), num_sge=len(elements), sg=elements, send_flags=flags,
+            wr_id=wr_id, opcode=int(work.opcode), num_sge=len(elements), sg=elements or None, send_flags=flags,
             imm_data=socket.htonl(work.immediate), next_wr=self.first,
         )  # fmt: skip
         self._made.append(request)

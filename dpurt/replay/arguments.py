@@ -58,12 +58,24 @@ def byte_rate(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def seconds(text: str) -> float:
+    """A time from 0."""
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
+    return value
+
+
 def tokens(text: str) -> int:
     """A number of tokens, binary units: 128K is 131,072."""
     match = re.fullmatch(r"(\d+)([KM]?)", text)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"expected tokens such as 8192, 128K or 1M, got {text!r}")
     return int(match[1]) * _BINARY[match[2]]
+
+
+class _Default(list[T]):
+    """What holds unless it is given, or the trace says otherwise (a recording knows its node)."""
 
 
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -92,6 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a self-contained page with charts, too"
     )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="of a recording: feed its completions to the same cores again and compare every decision; nothing else",
+    )
     add_json_argument(parser)
 
 
@@ -107,7 +124,7 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bandwidth",
         type=_list_of(byte_rate),
-        default=[None],
+        default=_Default([None]),
         metavar="B",
         help="bytes a second such as 14G, instead of the device's",
     )
@@ -118,6 +135,14 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
         help=f"blocks a predictor looks ahead (default: {base.lookahead_blocks}); layers on an attention trace (1)",
     )
     _sweepable(group, "--budget", positive, base.prefetch_queue_depth, "N", "prefetches in flight at once")
+    _sweepable(
+        group,
+        "--hint-lead",
+        seconds,
+        base.hint_lead_s,
+        "S",
+        "the router's hint precedes the engine's start by",
+    )
     _sweepable(group, "--seed", int, base.seed, "S", "of the device's jitter")
     group.add_argument(
         "--model", choices=sorted(KV_MODELS), default="llama-3-70b", help="(default: %(default)s)"
@@ -143,7 +168,11 @@ def _sweepable(
     what: str,
 ) -> None:
     group.add_argument(
-        name, type=_list_of(kind), default=[default], metavar=metavar, help=f"{what} (default: {default})"
+        name,
+        type=_list_of(kind),
+        default=_Default([default]),
+        metavar=metavar,
+        help=f"{what} (default: {default})",
     )
 
 
@@ -158,6 +187,9 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--block-tokens", type=tokens, metavar="N", help="group blocks into larger ones")
     group.add_argument("--arrivals", metavar="FILE", help="an Azure trace, as the load shape")
+    group.add_argument(
+        "--sessions", metavar="FILE", help="coding-agent sessions, to join with: why and when responses ended"
+    )
 
 
 def reading_of(args: argparse.Namespace) -> Reading:
@@ -167,12 +199,15 @@ def reading_of(args: argparse.Namespace) -> Reading:
         rechain=args.rechain,
         block_tokens=args.block_tokens,
         arrivals=args.arrivals,
+        sessions=args.sessions,
         seed=args.seed[0],
     )
 
 
-def scenarios_of(args: argparse.Namespace, trace: Trace) -> list[Scenario]:
-    """All combinations of what the arguments list."""
+def scenarios_of(args: argparse.Namespace, trace: Trace, recorded: Scenario | None = None) -> list[Scenario]:
+    """All combinations of what the arguments list. `recorded`: what holds where they are silent."""
+    if recorded is not None:
+        return _from_recorded(args, recorded)
     per_token = KV_MODELS[args.model].at_precision(args.precision).bytes_per_token
     base = replace(
         Scenario(),
@@ -188,11 +223,40 @@ def scenarios_of(args: argparse.Namespace, trace: Trace) -> list[Scenario]:
             device=device,
             lookahead_blocks=lookahead,
             prefetch_queue_depth=budget,
+            hint_lead_s=lead,
             seed=seed,
         )
         for device in _devices(args.device, args.bandwidth)
-        for staging, lookahead, budget, seed in product(args.staging, lookaheads, args.budget, args.seed)
+        for staging, lookahead, budget, lead, seed in product(
+            args.staging, lookaheads, args.budget, args.hint_lead, args.seed
+        )
     ]
+
+
+def _from_recorded(args: argparse.Namespace, recorded: Scenario) -> list[Scenario]:
+    """A recorded node, with what was asked for changed. `--bandwidth` alone is another rate of its device."""
+    devices = [recorded.device]
+    if not isinstance(args.device, _Default):
+        devices = _devices(args.device, args.bandwidth)
+    elif not isinstance(args.bandwidth, _Default):
+        devices = [replace(recorded.device, read_bytes_per_s=rate) for rate in args.bandwidth]
+    stagings, budgets = (
+        _given(args.staging, recorded.staging_share),
+        _given(args.budget, recorded.prefetch_queue_depth),
+    )
+    lookaheads = args.lookahead or [recorded.lookahead_blocks]
+    return [
+        replace(
+            recorded, staging_share=staging, device=device, lookahead_blocks=lookahead, prefetch_queue_depth=budget,
+            seed=seed, warmup_share=args.warmup,
+        )
+        for device in devices
+        for staging, lookahead, budget, seed in product(stagings, lookaheads, budgets, args.seed)
+    ]  # fmt: skip
+
+
+def _given(values: list[T], otherwise: T) -> list[T]:
+    return [otherwise] if isinstance(values, _Default) else values
 
 
 def _devices(names: Sequence[str], bandwidths: Sequence[float | None]) -> list[DeviceProfile]:

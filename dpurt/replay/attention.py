@@ -18,7 +18,8 @@ Figures. Warm turns (the prompt's tail) fill staging and history and are not cou
 
 Accounting. *Plain*: fetches take no room until their turn. *Strict*: they do from issue, and the pool is never
 exceeded; demanded parts that win no slot pass through to the host. Every object gives the plain figures, and
-the strict ones under `strict`; a paced replay (with latencies) is strict only.
+the strict ones under `strict`; a paced replay (with latencies) is strict only. A trace that was recorded with its times is
+also replayed at that pace, under `recorded_pace`.
 """
 
 from __future__ import annotations
@@ -26,22 +27,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dpurt.core.attention_pool import AttentionPool, PoolBudget, Slots
+from dpurt.core.attention_pool import AttentionPool, PoolBudget, Slots, pooled_budget
+from dpurt.core.attention_tally import AttentionFates, Tally
 from dpurt.errors import ConfigError
 from dpurt.replay import attention_policies as foresights
 from dpurt.replay.attention_policies import Foresight
-from dpurt.replay.attention_timing import Pace, ReadPipe
+from dpurt.replay.attention_timing import Pace, ReadPipe, recorded_pace
 from dpurt.replay.attention_trace import AttentionTrace, read_attention
-
-HORIZON = 4
-SAVED_TURNS = 120
 
 
 def _same_each_turn(budget: float) -> PoolBudget:
@@ -49,16 +48,9 @@ def _same_each_turn(budget: float) -> PoolBudget:
     return PoolBudget(mean=budget, burst=math.ceil(budget), saved=math.ceil(budget))
 
 
-def _pooled_budget(budget: float) -> PoolBudget:
-    """Ours: so many fetches a turn on average, up to two and a half times as many at once."""
-    return PoolBudget(
-        mean=budget, burst=int(2.5 * budget), saved=SAVED_TURNS * budget, threshold=0.02, margin=0.3
-    )
-
-
 def _lean_budget(budget: float) -> PoolBudget:
     """The same purse, spent on what is likelier only."""
-    return replace(_pooled_budget(budget), threshold=0.12, margin=0.5)
+    return replace(pooled_budget(budget), threshold=0.12, margin=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +87,7 @@ _TABLE = (
         summary="ours: learned, pooled",
         foresight=foresights.Learned,
         pooled=True,
-        budget=_pooled_budget,
+        budget=pooled_budget,
     ),
     AttentionPolicy(
         name="dpurt_lean",
@@ -109,7 +101,14 @@ _TABLE = (
         summary="ours, deaf to hints",
         foresight=foresights.LearnedWithoutHints,
         pooled=True,
-        budget=_pooled_budget,
+        budget=pooled_budget,
+    ),
+    AttentionPolicy(
+        name="dpurt_evict",
+        summary="ours, on demand only",
+        foresight=foresights.LearnedWithoutHints,
+        pooled=True,
+        budget=lambda _: pooled_budget(0),
     ),
     AttentionPolicy(name="oracle", summary="what will be demanded", foresight=foresights.Oracle),
 )
@@ -133,76 +132,6 @@ class AttentionScenario:
             raise ValueError("capacity must lie in (0, 1], budget be >= 0 and lookahead >= 1")
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of one replay; see the module's docstring."""
-
-    demanded: int = 0
-    hits: int = 0
-    mass: float = 0.0
-    hit_mass: float = 0.0
-    misses: int = 0
-    issued: int = 0
-    timely: int = 0
-    late: int = 0
-    later: int = 0
-    early: int = 0
-    useless: int = 0
-    cancelled: int = 0
-    open: int = 0
-    stall_s: float = 0.0
-    clock_s: float = 0.0
-    layer_hits: list[int] = field(default_factory=list)
-
-    def outcomes(self) -> int:
-        """Equals `issued` when the replay is over."""
-        return self.timely + self.late + self.later + self.early + self.useless + self.cancelled + self.open
-
-
-class _Fates:
-    """What became of each prefetch: the turn it was issued for, and when it was evicted unused."""
-
-    def __init__(self, tally: Tally, slots: int) -> None:
-        self._tally = tally
-        self._unused_since = np.full(slots, -1, np.int64)
-        self._evicted_since = np.full(slots, -1, np.int64)
-
-    def issued(self, slots: Slots, turn: int) -> None:
-        self._tally.issued += len(slots)
-        gone = self._evicted_since[slots] >= 0
-        self._tally.useless += int(np.count_nonzero(gone))
-        self._evicted_since[slots] = -1
-        self._unused_since[slots] = turn
-
-    def cancelled(self, slot: int) -> None:
-        self._tally.cancelled += 1
-        self._unused_since[slot] = -1
-
-    def evicted(self, slots: Slots, turn: int) -> None:
-        unused = slots[self._unused_since[slots] >= 0]
-        self._unused_since[unused] = -1
-        self._evicted_since[unused] = turn
-
-    def demanded(self, slots: Slots, turn: int, late: npt.NDArray[np.bool_]) -> None:
-        tally = self._tally
-        since = self._unused_since[slots]
-        is_now = since == turn
-        num_late = int(np.count_nonzero(is_now & late))
-        tally.late += num_late
-        tally.timely += int(np.count_nonzero(is_now)) - num_late
-        tally.later += int(np.count_nonzero((since >= 0) & ~is_now))
-        self._unused_since[slots] = -1
-        gone = self._evicted_since[slots]
-        num_early = int(np.count_nonzero((gone >= 0) & (gone >= turn - HORIZON)))
-        tally.early += num_early
-        tally.useless += int(np.count_nonzero(gone >= 0)) - num_early
-        self._evicted_since[slots] = -1
-
-    def finish(self) -> None:
-        self._tally.useless += int(np.count_nonzero(self._evicted_since >= 0))
-        self._tally.open += int(np.count_nonzero(self._unused_since >= 0))
-
-
 class _Replay:
     """One policy over one trace."""
 
@@ -220,7 +149,7 @@ class _Replay:
             pooled=policy.pooled,
             counts_in_flight=scenario.strict or scenario.pace is not None,
         )
-        self._fates = _Fates(self.tally, trace.layers * self._width)
+        self._fates = AttentionFates(self.tally, trace.layers * self._width)
         self._pipe = None if scenario.pace is None else ReadPipe(scenario.pace, scenario.seed)
         self._fetched: list[Slots] = [np.empty(0, np.intp)] * trace.layers
         self._clock = 0.0
@@ -237,14 +166,16 @@ class _Replay:
                     progress((place + 1) // self.trace.layers)
             if place + ahead < end:
                 self._issue(*divmod(place + ahead, self.trace.layers))
-            self._pass_layer()
+            self._pass_layer(place)
         self._fates.finish()
         self.tally.clock_s = self._clock
         return self.tally
 
-    def _pass_layer(self) -> None:
+    def _pass_layer(self, place: int) -> None:
         if self._scenario.pace is not None:
-            self._clock += self._scenario.pace.layer_s + self._stall_s
+            turn, layer = divmod(place, self.trace.layers)
+            turn_s = self._scenario.pace.turn_s(turn - self.trace.warm_turns, layer)
+            self._clock += turn_s + self._stall_s
             self._stall_s = 0.0
 
     def _issue(self, turn: int, layer: int) -> None:
@@ -327,11 +258,13 @@ def replay_attention(
 
 
 class _Both(NamedTuple):
-    """A policy's tally under either accounting; `strict` is None for a paced replay, which is strict itself."""
+    """A policy's tally under either accounting; `strict` is None for a paced replay, which is strict itself. `recorded`: at
+    the pace of the recording, if it has one and no other was asked for."""
 
     policy: AttentionPolicy
     tally: Tally
     strict: Tally | None
+    recorded: Tally | None
     wall_s: float
 
 
@@ -389,7 +322,9 @@ def _replay_both(
     strict = None
     if scenario.pace is None:
         strict = replay_attention(trace, policy, replace(scenario, strict=True))
-    return _Both(policy, tally, strict, wall_s)
+    pace = recorded_pace(trace) if scenario.pace is None else None
+    recorded = None if pace is None else replay_attention(trace, policy, replace(scenario, pace=pace))
+    return _Both(policy, tally, strict, recorded, wall_s)
 
 
 def _as_json(
@@ -408,6 +343,7 @@ def _as_json(
         "policy": one.policy.name,
         **figures,
         "strict": strict,
+        "recorded_pace": None if one.recorded is None else _figures(one.recorded, turns),
         "at_match": None,
         "ttft_p50_s": None,
         "ttft_p99_s": None,

@@ -69,7 +69,20 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{'policy':<16}{'hit %':>8}{'mass %':>8}{'strict %':>10}{'closed %':>10}{'accuracy':>10}{'coverage':>10}"
         f"{'reads/turn':>12}",
     ]
-    return "\n".join([*lines, *(_row(row) for row in rows)])
+    if rows[0]["recorded_pace"] is None:
+        return "\n".join([*lines, *(_row(row) for row in rows)])
+    return "\n".join([*lines, *(_row(row) for row in rows), *_paced_lines(rows, about["steps"])])
+
+
+def _paced_lines(rows: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
+    head = f"{'at the recorded pace':<22}{'hit %':>8}{'late % of issued':>18}{'stall ms/step':>15}"
+    return [head, *(_paced_row(row["policy"], row["recorded_pace"], steps) for row in rows)]
+
+
+def _paced_row(policy: str, row: Mapping[str, Any], steps: int) -> str:
+    late = row["late"] / row["issued"] if row["issued"] else None
+    stall = _number(1000 * row["stall_s"] / steps, 2)
+    return f"  {policy:<20}{_percent(row['hit_rate']['blocks']):>8}{_percent(late):>18}{stall:>15}"
 
 
 def _row(row: Mapping[str, Any]) -> str:

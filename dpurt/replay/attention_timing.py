@@ -11,20 +11,26 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.device_profiles import DEVICES
+from dpurt.replay.attention_trace import AttentionTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """`step_s`: a decode step of `layers_per_step` layers (the paced model's; its layers follow each other
-    `step_s / layers_per_step` apart). `block_bytes`: one layer's part of a block."""
+    `step_s / layers_per_step` apart). `recorded`: how long each layer's turn took instead, [steps, layers].
+    `block_bytes`: one layer's part of a block."""
 
     step_s: float = 0.03
     layers_per_step: int = 80
     block_bytes: int = 65_536
     hint_to_read_s: float = 50e-6
     device: DeviceProfile = field(default_factory=lambda: DEVICES["ai_ssd"])
+    recorded: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         if min(self.step_s, self.layers_per_step, self.block_bytes) <= 0 or self.hint_to_read_s < 0:
@@ -34,6 +40,26 @@ class Pace:
     def layer_s(self) -> float:
         """From a layer's start to the next one's, without stalls."""
         return self.step_s / self.layers_per_step
+
+    def turn_s(self, step: int, layer: int) -> float:
+        """The same of one turn; `step` < 0 is before the first."""
+        return self.layer_s if self.recorded is None or step < 0 else float(self.recorded[step, layer])
+
+
+def recorded_pace(trace: AttentionTrace) -> Pace | None:
+    """The pace at which a trace was recorded, if it says so."""
+    if trace.pace is None or trace.layer_s is None:
+        return None
+    device = DeviceProfile(
+        name="recorded", read_latency_s=trace.pace.read_latency_us / 1e6, write_latency_s=0.0,
+        read_bytes_per_s=trace.pace.read_bytes_per_s, write_bytes_per_s=trace.pace.read_bytes_per_s, jitter=0.0,
+        source="the recording",
+    )  # fmt: skip
+    return Pace(
+        step_s=max(1e-9, float(trace.layer_s.sum(axis=1).mean())), layers_per_step=trace.layers,
+        block_bytes=trace.pace.block_bytes, hint_to_read_s=trace.pace.hint_to_read_us / 1e6, device=device,
+        recorded=trace.layer_s,
+    )  # fmt: skip
 
 
 class ReadPipe:

@@ -7,8 +7,10 @@ Format. ``mass_q`` uint8 [steps, layers, blocks] (blocks past the context are pa
 ``prefill_tail_mass_q`` (optional), the same for the last prompt positions: a warm start. ``spec_topk`` uint16
 [steps, look-aheads, layers, ranks] (optional): cold blocks by a speculative query, best first, 65535 for none.
 ``meta``: JSON with ``model``, ``name``, ``workload``, ``block_tokens``, ``n_prefill``, ``steps``, ``layers``; with
-hints also ``spec_lookahead_layers``, ``spec_hot_window_tokens`` and ``spec_sink_tokens``. Decode step t reads
-positions 0 to n_prefill + t.
+hints also ``spec_lookahead_layers``, ``spec_hot_window_tokens`` and ``spec_sink_tokens``; ``demanded`` is how many
+blocks a layer wants, if that was recorded. Decode step t reads positions 0 to n_prefill + t. A recording that also has
+``layer_us`` uint32 [steps, layers] (from a layer's turn to the next one's, stalls left out) and ``pace`` in ``meta`` can be
+replayed at the pace at which it was made.
 
 Cold blocks lie outside the first `sink` and the last `window` tokens; they are *columns* 0, 1, 2 ... here, and
 become more as the context grows. What a layer wants at a step (its *demand*) is the `top` columns with most mass.
@@ -33,10 +35,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.npyio import NpzFile
 
+from dpurt.core.attention import MASS_OF, NO_MASS
 from dpurt.errors import ConfigError
 
 MAX_ARRAY_BYTES = 2 << 30
-NO_MASS = 105
 NOT_HINTED = 65535
 SINK_TOKENS = 64
 WINDOW_TOKENS = 1024
@@ -44,9 +46,18 @@ TOP = 32
 TOP_OF_SHORT_WINDOW = 10  # with a window under WINDOW_TOKENS: the same share of a context half as long
 
 RESIDUE_BITS = 23
-MASS_OF = np.where(np.arange(256) < NO_MASS, np.exp2(-np.arange(256) / 8.0), 0.0).astype(np.float32)
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+
+
+class RecordedPace(msgspec.Struct, frozen=True):
+    """What a read took where the trace was recorded: the device's figures, and what the node added to them."""
+
+    hint_to_read_us: Annotated[float, msgspec.Meta(ge=0)]
+    read_latency_us: Annotated[float, msgspec.Meta(ge=0)]
+    read_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    block_bytes: _Positive
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -59,7 +70,9 @@ class _Meta(msgspec.Struct, frozen=True):
     workload: str = ""
     spec_lookahead_layers: tuple[_Positive, ...] = ()
     spec_hot_window_tokens: _Positive = WINDOW_TOKENS
-    spec_sink_tokens: _Positive = SINK_TOKENS
+    spec_sink_tokens: _Count = SINK_TOKENS
+    demanded: _Positive | None = None
+    pace: RecordedPace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +96,8 @@ class AttentionTrace:
     mass: npt.NDArray[np.float32]
     lookaheads: tuple[int, ...]
     hints: npt.NDArray[np.int32] | None
+    layer_s: npt.NDArray[np.float64] | None = None
+    pace: RecordedPace | None = None
 
     @property
     def layers(self) -> int:
@@ -137,6 +152,8 @@ def _read(path: Path, arrays: _Arrays, steps: int | None, top: int | None) -> At
     warm = 0 if tail is None else len(tail)
     columns = _columns(path, meta, warm, len(codes))
     if top is None:
+        top = meta.demanded
+    if top is None:
         top = TOP if meta.spec_hot_window_tokens >= WINDOW_TOKENS else TOP_OF_SHORT_WINDOW
     if columns[0] < top:
         raise ConfigError(
@@ -158,6 +175,8 @@ def _read(path: Path, arrays: _Arrays, steps: int | None, top: int | None) -> At
         mass=mass,
         lookaheads=meta.spec_lookahead_layers,
         hints=arrays.hints(meta, sink, columns[warm:]) if "spec_topk" in arrays else None,
+        layer_s=arrays.layer_s(meta)[: len(masses)] if meta.pace is not None else None,
+        pace=meta.pace,
     )
 
 
@@ -269,6 +288,12 @@ class _Arrays:
             step = int(np.argwhere(bad)[0, 0])
             raise self._wrong("spec_topk", f"expected cold blocks or {NOT_HINTED} at step {step}")
         return hints
+
+    def layer_s(self, meta: _Meta) -> npt.NDArray[np.float64]:
+        """How long each layer's turn of the scored steps took."""
+        array = self._take("layer_us")
+        self._check("layer_us", array, np.uint32, (meta.steps, meta.layers))
+        return array / 1e6
 
     def _take(self, name: str) -> npt.NDArray[Any]:
         if name not in self:

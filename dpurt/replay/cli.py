@@ -11,17 +11,19 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from dpurt.json_output import check_writable, write_json
 from dpurt.replay import attention_cli
 from dpurt.replay.arguments import add_arguments, reading_of, scenarios_of
 from dpurt.replay.attention_cli import is_attention
+from dpurt.replay.decisions import verify
 from dpurt.replay.engine import Scenario
 from dpurt.replay.formats import read_trace
 from dpurt.replay.page import as_page
 from dpurt.replay.policies import POLICIES, policies_named
+from dpurt.replay.recording import read_recording, scenario_of
 from dpurt.replay.report import Result, as_table, with_regret
 from dpurt.replay.sweep import WORTH_A_PROCESS, Journal, sweep
 from dpurt.replay.trace import Trace
@@ -37,10 +39,13 @@ def run(args: argparse.Namespace) -> int:
             check_writable(Path(target))
     if is_attention(args.file):
         return attention_cli.run(args)
+    if args.verify:
+        return _verify(args)
     policies = policies_named(args.policy or ",".join(POLICIES))
     reading = reading_of(args)
     trace = read_trace(args.file, reading)
-    scenarios = scenarios_of(args, trace)
+    recorded = scenario_of(read_recording(args.file)) if trace.format == "dpurt-recording" else None
+    scenarios = scenarios_of(args, trace, recorded)
     runs = [Run(policy.name, scenario) for scenario in scenarios for policy in policies]
     journal = None if args.resume is None else Journal(args.resume, args.file, reading)
     with journal or nullcontext():
@@ -50,6 +55,18 @@ def run(args: argparse.Namespace) -> int:
         args.html.write_text(as_page(compared), encoding="utf-8")
     _write(args.json, scenarios, compared)
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Decisions of a recording, fed back. 1 when one differs."""
+    verdict = verify(read_recording(args.file))
+    if args.json is not None:
+        write_json(args.json, {"is_equal": verdict.is_equal, **asdict(verdict)})
+    else:
+        counts = ", ".join(f"{count} of kind {kind}" for kind, count in verdict.decisions.items())
+        print(f"decisions equal to the recorded ones: {counts}")
+        print(f"first difference: {verdict.difference}" if verdict.difference else "no difference")
+    return 0 if verdict.is_equal else 1
 
 
 def _jobs(trace: Trace, num_runs: int) -> int:

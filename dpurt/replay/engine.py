@@ -10,7 +10,8 @@ prefix order:
 - on the device only: a demand read, then the load. One block is asked for at a time.
 
 After its last block the first token takes one decode step; the request finishes when its output is decoded,
-which holds no host. Blocks on the device stay there for good. Blocks are all of one size, partial ones too.
+which holds no host: at the time the trace recorded, if it did, else after one decode step a token. Blocks on
+the device stay there for good. Blocks are all of one size, partial ones too.
 Uses touch the eviction order when a request's prefill ends, tail first, so heads outlive tails; Belady's also
 at each use. Writes cost reads nothing.
 
@@ -21,6 +22,7 @@ equal scenarios give equal results.
 from __future__ import annotations
 
 import heapq
+import random
 import time
 from bisect import bisect_left
 from collections import deque
@@ -45,6 +47,7 @@ from dpurt.core.events import (
     Where,
 )
 from dpurt.core.ledger import LEAD_BOUNDS_S, Ledger
+from dpurt.core.predictor import Predictor
 from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
 from dpurt.replay.future import Future
 from dpurt.replay.hits import capacity_blocks, untimed_hit_rates
@@ -64,8 +67,12 @@ class Scenario:
     """Everything a replay depends on but trace and policy.
 
     The block is 512 tokens of a 70B GQA model in FP8 (160 KiB a token); the link is 200 Gb/s;
-    `prefetch_share` is the part of staging that prefetch may hold unused. The first `warmup_share` of the requests
+    `prefetch_share` is the part of staging that prefetch may hold unused; `hint_lead_s` how long before an engine has a
+    request the router told of it: the trace's times are then those of the router. The first `warmup_share` of the requests
     runs like the rest but is not counted in rates and times; the ledger's figures and bytes read are of the whole.
+    `as_node`: chains are touched, and predictors told what was stored, when a node does so: touched at arrival and finish,
+    told block by block; not at the end of the prefill. `pauses_s`: what a host takes from having a block to asking for the next, and
+    from its start to the first; one of these each time, by the seed, instead of the time the link takes.
     """
 
     staging_share: float = 0.05
@@ -76,19 +83,24 @@ class Scenario:
     prefill_tokens_per_s: float = 10_000.0
     link_bytes_per_s: float = 25e9
     decode_step_s: float = 0.03
-    lookahead_blocks: int = 16
+    lookahead_blocks: int = 256
     prefetch_queue_depth: int = 4
     prefetch_share: float = 0.5
+    hint_lead_s: float = 0.0
     min_probability: float = 0.05
     horizon_s: float = 120.0
     warmup_share: float = 0.0
     seed: int = 0
+    as_node: bool = False
+    pauses_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.staging_share <= 1 or not 0 <= self.prefetch_share <= 1:
             raise ValueError("staging_share must lie in (0, 1] and prefetch_share in [0, 1]")
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
+        if self.hint_lead_s < 0:
+            raise ValueError(f"hint_lead_s must be >= 0, got {self.hint_lead_s}")
         if self.hosts < 1 or self.block_bytes < 1 or self.block_tokens < 1:
             raise ValueError("hosts, block_bytes and block_tokens must be >= 1")
         if min(self.prefill_tokens_per_s, self.link_bytes_per_s, self.decode_step_s) <= 0:
@@ -167,8 +179,10 @@ class _Run:
         self._asking: dict[int, list[_Turn]] = {}
         self._useful_reads = 0  # reads some host waited for, and prefetches used
         self._load_s = scenario.block_bytes / scenario.link_bytes_per_s
+        self._random = random.Random(scenario.seed)
         self._recompute_s = scenario.block_tokens / scenario.prefill_tokens_per_s
         self._future = Future(requests) if policy.is_clairvoyant else None
+        self._predictors = self._make_predictors()
         self._oracle: Oracle | None = None
         if policy.eviction is not None:
             self._make_staging()
@@ -177,8 +191,13 @@ class _Run:
 
     # --- set-up
 
+    def _make_predictors(self) -> list[Predictor]:
+        scenario = self.scenario
+        block_s = max(self._load_s, scenario.block_bytes / scenario.device.read_bytes_per_s)
+        return make_predictors(self.policy, scenario.lookahead_blocks, block_s)
+
     def _make_staging(self) -> None:
-        eviction = make_eviction(self.policy, self.capacity, self._future)
+        eviction = make_eviction(self.policy, self.capacity, self._future, self._predictors)
         future = self._future
         admit = (lambda b, v: future.next_use(b) < future.next_use(v)) if future else always
         self.staging = ReplayStaging(self.capacity, eviction, self._evicted, admit)
@@ -194,8 +213,7 @@ class _Run:
             min_probability=scenario.min_probability,
         )
         arbiter = Arbiter(budget)
-        block_s = max(self._load_s, scenario.block_bytes / device.read_bytes_per_s)
-        predictors = make_predictors(self.policy, scenario.lookahead_blocks, block_s)
+        predictors = self._predictors
         if self._future is not None:
             self._oracle = Oracle(self._future, self.staging, self.where, lambda: not arbiter.num_waiting)
             predictors.append(self._oracle)
@@ -223,6 +241,9 @@ class _Run:
 
     def free_bytes(self) -> int:
         return self.staging.available * self.scenario.block_bytes
+
+    def price(self, block: int, now: float) -> float:
+        return self.staging.price(now)
 
     # --- the loop
 
@@ -290,10 +311,19 @@ class _Run:
         turn = _Turn(number, request, matched, self.slices.of(number))
         self._count_match(turn)
         self._open_turns += 1
-        self._queue.append(turn)
-        ahead = len(self._queue) - self._free_hosts
-        expected_start = self._now + max(0, ahead) * self._service_s / self.scenario.hosts
+        lead_s = self.scenario.hint_lead_s
+        ahead = 1 + len(self._queue) - self._free_hosts
+        expected_start = self._now + lead_s + max(0, ahead) * self._service_s / self.scenario.hosts
+        if self.scenario.as_node:
+            self._touch(request.blocks[:matched])
         self._tell(Arrived(number, OWNER, request.blocks[:matched], expected_start))
+        if lead_s:
+            self._at(self._now + lead_s, self._enqueue, turn)
+        else:
+            self._enqueue(turn)
+
+    def _enqueue(self, turn: _Turn) -> None:
+        self._queue.append(turn)
         self._next_turn()
 
     def _count_match(self, turn: _Turn) -> None:
@@ -320,7 +350,8 @@ class _Run:
             self._free_hosts -= 1
             turn = self._queue.popleft()
             turn.started_at = self._now
-            self._at(self._now, self._ask, turn)
+            start = self._now + (self._pause() if self.scenario.pauses_s else 0.0)
+            self._at(start, self._ask, turn)
 
     def _ask(self, turn: _Turn) -> None:
         """The host asks for the block at the cursor."""
@@ -335,6 +366,7 @@ class _Run:
             tokens = self._tokens(turn)
             self._at(self._now + tokens / self.scenario.prefill_tokens_per_s, self._computed, turn)
             return
+        self._grown(turn)
         where = self.where(block, None)
         self._serve(turn, block, where)  # before the core may evict for a prefetch
         self._tell(Consumed(turn.number, turn.cursor, 1))
@@ -360,9 +392,13 @@ class _Run:
             self.counts.stall_s += self._now - turn.asked_at
         if block in self.staging:
             self.staging.hold(block)
-            self._at(self._now + self._load_s, self._loaded, turn)
+            self._at(self._now + self._pause(), self._loaded, turn)
         else:
-            self._at(self._now + self._load_s, self._next_block, turn)  # read past a full staging
+            self._at(self._now + self._pause(), self._next_block, turn)  # read past a full staging
+
+    def _pause(self) -> float:
+        pauses = self.scenario.pauses_s
+        return self._random.choice(pauses) if pauses else self._load_s
 
     def _loaded(self, turn: _Turn) -> None:
         self.staging.unhold(turn.request.blocks[turn.cursor])
@@ -373,7 +409,18 @@ class _Run:
         if self.policy.eviction is not None and block not in self._stored:
             self._stored.add(block)
             self._keep_computed(block)
+            self._grown(turn)
         self._next_block(turn)
+
+    def _grown(self, turn: _Turn) -> None:
+        """The block at the cursor, which is stored, is the chain's from now on, if it was not."""
+        if self.scenario.as_node and turn.cursor >= turn.matched:
+            self._tell(Stored(turn.number, turn.request.blocks[turn.cursor : turn.cursor + 1]))
+
+    def _touch(self, blocks: Sequence[int]) -> None:
+        """Tail first."""
+        if self.policy.eviction is not None:
+            self.staging.policy.touch(reversed(blocks), self._now)
 
     def _keep_computed(self, block: int) -> None:
         if self.staging.reserve(block, self._now):
@@ -395,18 +442,25 @@ class _Run:
         first_token_at = self._now + self.scenario.decode_step_s
         if turn.time_slice is not None:
             self.counts.ttft_s.append(first_token_at - turn.request.timestamp_s)
-        if self.policy.eviction is not None:
-            self.staging.policy.touch(reversed(turn.request.blocks), self._now)
-        self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
-        decode_s = turn.request.output_tokens * self.scenario.decode_step_s
-        self._at(self._now + decode_s, self._finished, turn)
+        if not self.scenario.as_node:
+            self._touch(turn.request.blocks)
+            self._tell(Stored(turn.number, turn.request.blocks[turn.matched :]))
+        self._at(self._end_of_decode(turn.request), self._finished, turn)
         self._service_s += 0.1 * (self._now - turn.started_at - self._service_s)
         self._free_hosts += 1
         self._next_turn()
 
+    def _end_of_decode(self, request: Request) -> float:
+        """As the trace recorded it, if it did: what comes next in it came after that."""
+        if request.api_s is not None:
+            return max(self._now, request.timestamp_s + request.api_s)
+        return self._now + request.output_tokens * self.scenario.decode_step_s
+
     def _finished(self, turn: _Turn) -> None:
         self._open_turns -= 1
-        self._tell(Finished(turn.number))
+        if self.scenario.as_node:
+            self._touch(turn.request.blocks)
+        self._tell(Finished(turn.number, turn.request.stop))
 
     def _tokens(self, turn: _Turn) -> int:
         left = turn.request.input_tokens - turn.cursor * self.scenario.block_tokens
@@ -544,7 +598,7 @@ class _Run:
             "summary": self.policy.summary,
             "eviction": self.policy.eviction,
             "predictors": list(self.policy.predictors),
-            "touch_order": "tail first, when a prefill ends",
+            "touch_order": f"tail first, {'at arrival and finish' if self.scenario.as_node else 'when a prefill ends'}",
             "reads_asked_ahead_per_request": 0,
             "writes": "not charged",
         }

@@ -7,6 +7,7 @@ mooncake         an object with ``timestamp`` and a list ``hash_ids``
 qwen-bailian     the same, with ``chat_id``
 ragpulse         an object with ``timestamp`` and a map ``hash_ids``
 weka             an object with ``requests``: a coding-agent session
+dpurt-recording  an object with ``format``: a recording of a node (`dpurt record`)
 azure            ``TIMESTAMP,ContextTokens,GeneratedTokens``: arrivals only, a load shape for another trace
 ===============  =====================================================================================
 """
@@ -25,24 +26,27 @@ from dpurt.replay import bailian, ragpulse, weka
 from dpurt.replay.arrivals import HEADER, Shape, read_arrivals, repeated, reshaped
 from dpurt.replay.blocks import Chain, regroup
 from dpurt.replay.lines import first_line
+from dpurt.replay.recording import is_recording, read_recording, requests_of
 from dpurt.replay.trace import MooncakeLine, Request, Trace, read_mooncake
 
 __all__ = ["FORMATS", "Reading", "read_trace", "recognise"]
 
-FORMATS = ("mooncake", "qwen-bailian", "ragpulse", "weka", "azure")
-_CHAINED = {"mooncake", "weka"}
+FORMATS = ("mooncake", "qwen-bailian", "ragpulse", "weka", "dpurt-recording", "azure")
+_CHAINED = {"mooncake", "weka", "dpurt-recording"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How to read a trace. `rechain` None: as the format needs it for a prefix cache. `block_tokens` None: the
     format's own. `arrivals`: path of a file whose arrivals are the load shape; text, as readings pass between
-    processes. `seed` is for what a format leaves open."""
+    processes. `sessions`: path of a file of coding-agent sessions that says how this trace's responses ended.
+    `seed` is for what a format leaves open."""
 
     limit: int | None = None
     rechain: bool | None = None
     block_tokens: int | None = None
     arrivals: str | None = None
+    sessions: str | None = None
     seed: int = 0
 
 
@@ -60,6 +64,8 @@ def recognise(path: Path) -> str:
 
 
 def _format_of(where: str, head: dict[str, object]) -> str:
+    if is_recording(head):
+        return "dpurt-recording"
     if "requests" in head:
         return "weka"
     if isinstance(head.get("hash_ids"), dict):
@@ -81,10 +87,31 @@ def read_trace(path: Path, how: Reading = Reading()) -> Trace:
     if name == "azure":
         raise ConfigError(str(path), "holds arrivals only; give it as the load shape of another trace")
     shape = None if how.arrivals is None else read_arrivals(Path(how.arrivals))
-    trace = _weka(path, how, shape) if name == "weka" else _requests(path, name, how, shape)
+    if name == "dpurt-recording":
+        trace = _recorded(path, how)
+    else:
+        trace = _weka(path, how, shape) if name == "weka" else _requests(path, name, how, shape)
     if not trace.requests:
         raise ConfigError(str(path), "expected at least one request")
     return trace
+
+
+def _recorded(path: Path, how: Reading) -> Trace:
+    recording = read_recording(path)
+    requests = requests_of(recording)
+    notes: tuple[str, ...] = (
+        () if recording.is_whole else ("the recording's writer was killed: its end is missing",)
+    )
+    if recording.lost:
+        notes += (f"{recording.lost} lines of the recording are missing",)
+    return Trace(
+        file=path.name,
+        format="dpurt-recording",
+        block_tokens=next((space.block_tokens for space in recording.spaces().values()), 1),
+        is_chained=True,
+        requests=requests[: how.limit],
+        model=("decoding: the time from prefill to finish", *notes),
+    )
 
 
 def _weka(path: Path, how: Reading, shape: Shape | None) -> Trace:
@@ -111,6 +138,8 @@ def _requests(path: Path, name: str, how: Reading, shape: Shape | None) -> Trace
     is_chained = name in _CHAINED
     wants_chain = (name == "ragpulse" or how.block_tokens is not None) if how.rechain is None else how.rechain
     requests = list(islice(read(), how.limit))
+    if how.sessions is not None:
+        requests = weka.joined(requests, Path(how.sessions))
     if wants_chain and not is_chained:
         requests, is_chained = _chained(requests), True
     if how.block_tokens not in (None, own_tokens):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpurt.core.events import (
@@ -26,21 +26,24 @@ from dpurt.core.events import (
     Stored,
 )
 from dpurt.core.eviction import Belady, EvictionPolicy, make_policy
-from dpurt.core.predictor import CrossRequest, Prediction, Predictor, SlidingWindow
+from dpurt.core.predictor import Prediction, Predictor, SlidingWindow
+from dpurt.core.returns import Returns
 from dpurt.errors import ConfigError
+from dpurt.priors import shipped_returns
 from dpurt.replay.future import Future
 from dpurt.replay.staging import ReplayStaging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """`eviction` None: nothing is kept, every block is recomputed. `predictors`: names, empty for demand
-    only."""
+    """`eviction` None: nothing is kept, every block is recomputed. `predictors`: names, empty for demand only.
+    `has_prior`: of conversations' returns it knows what the package ships, else only what it learns in the trace."""
 
     name: str
     summary: str
     eviction: str | None
     predictors: tuple[str, ...] = ()
+    has_prior: bool = True
 
     @property
     def is_clairvoyant(self) -> bool:
@@ -56,12 +59,25 @@ _TABLE = (
     ("s3fifo", "on demand, S3-FIFO", "s3fifo", ()),
     ("belady", "on demand, the one used furthest in the future leaves", "belady", ()),
     ("sliding_window", "read-ahead of arrived requests, LRU", "lru", ("sliding_window",)),
-    ("cross_request", "predicted returns of conversations, LRU", "lru", ("cross_request",)),
-    ("dpurt", "all predictors, LRU", "lru", ("sliding_window", "cross_request")),
+    (
+        "cross_request",
+        "predicted returns of conversations, eviction by them",
+        "predicted",
+        ("cross_request",),
+    ),
+    ("predicted", "on demand, the one least likely to be used soon leaves", "predicted", ("outlook",)),
+    ("dpurt", "all predictors, eviction by them", "predicted", ("sliding_window", "cross_request")),
+    ("dpurt_fresh", "the same, learning from nothing", "predicted", ("sliding_window", "cross_request")),
     ("oracle", "knows the future: nearest use first, Belady", "belady", ("oracle",)),
 )
 POLICIES = {
-    name: Policy(name=name, summary=summary, eviction=eviction, predictors=predictors)
+    name: Policy(
+        name=name,
+        summary=summary,
+        eviction=eviction,
+        predictors=predictors,
+        has_prior=name != "dpurt_fresh",
+    )
     for name, summary, eviction, predictors in _TABLE
 }
 
@@ -76,23 +92,29 @@ def policies_named(names: str) -> list[Policy]:
     return chosen
 
 
-def make_eviction(policy: Policy, capacity: int, future: Future | None) -> EvictionPolicy:
-    """The eviction a policy runs with."""
+def make_eviction(
+    policy: Policy, capacity: int, future: Future | None, predictors: Sequence[Predictor]
+) -> EvictionPolicy:
+    """The eviction a policy runs with. `predictors` are the policy's: one of them may be the outlook."""
     assert policy.eviction is not None
     if policy.is_clairvoyant:
         assert future is not None, f"{policy.name} needs the future"
         return Belady(future.next_use)
-    return make_policy(policy.eviction, capacity)
+    outlook = next((predictor for predictor in predictors if isinstance(predictor, Returns)), None)
+    return make_policy(policy.eviction, capacity, outlook)
 
 
 def make_predictors(policy: Policy, lookahead_blocks: int, block_s: float) -> list[Predictor]:
     """The predictors of a policy but the oracle's, which the engine makes around its own state."""
     made: list[Predictor] = []
+    prior = shipped_returns() if policy.has_prior else None
     for name in policy.predictors:
         if name == "sliding_window":
             made.append(SlidingWindow(lookahead_blocks, block_s))
         elif name == "cross_request":
-            made.append(CrossRequest(head_blocks=lookahead_blocks, block_s=block_s))
+            made.append(Returns(prior))
+        elif name == "outlook":
+            made.append(Returns(prior, fetches=False))
     return made
 
 

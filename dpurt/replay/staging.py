@@ -51,6 +51,10 @@ class ReplayStaging:
         """Blocks that could come now: free places and evictable blocks."""
         return self.capacity - self.reserved - len(self._readers)
 
+    def price(self, now: float) -> float:
+        """What the block that leaves for a newcomer is worth; 0 while there is a free place."""
+        return 0.0 if self.has_free else self.policy.price(now)
+
     def leading(self, blocks: Iterable[int]) -> int:
         """Length of the leading run that is resident."""
         count = 0

@@ -48,7 +48,7 @@ class Journal:
 
     def __init__(self, path: Path, trace_file: Path, reading: Reading) -> None:
         self._path = path
-        files = [trace_file, *([Path(reading.arrivals)] if reading.arrivals else []), *_sources()]
+        files = [trace_file, *_read_beside(reading), *_sources()]
         self._basis = _digest(*(file.read_bytes() for file in files), msgspec.json.encode(reading))
         self._lock = threading.Lock()
         try:
@@ -92,6 +92,10 @@ class Journal:
                 raise ConfigError(f"{self._path}:{number}", f"expected a finished run: {error}") from error
             known[entry.key] = entry.result
         return known, len(whole)
+
+
+def _read_beside(reading: Reading) -> list[Path]:
+    return [Path(name) for name in (reading.arrivals, reading.sessions) if name]
 
 
 def _sources() -> list[Path]:

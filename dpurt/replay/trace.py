@@ -4,8 +4,8 @@ own (see `dpurt.replay.formats`).
 Mooncake format: one JSON object a line, plain or gzip, with ``timestamp`` (ms from the start, never falling),
 ``input_length`` and ``output_length`` (tokens) and ``hash_ids`` (one integer >= 0 per prefix block, in prefix
 order; equal ids mean the same block under the same whole prefix, so none repeats within a request). Optional
-are ``session_id`` and ``block_size`` (tokens of a block, 512 without; the same in the whole file). Other fields
-are passed over.
+are ``session_id``, ``block_size`` (tokens of a block, 512 without; the same in the whole file), ``stop`` (why the
+response ended) and ``api_time`` (s, how long it took). Other fields are passed over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from dpurt.errors import ConfigError
-from dpurt.replay.lines import Count, read_json_lines
+from dpurt.replay.lines import Count, Seconds, read_json_lines
 
 __all__ = ["MOONCAKE_BLOCK_TOKENS", "Request", "Trace", "read_mooncake"]
 
@@ -66,6 +66,8 @@ class MooncakeLine(msgspec.Struct, frozen=True):
     hash_ids: tuple[Count, ...]
     session_id: str | int = ""
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_BLOCK_TOKENS
+    stop: str = ""
+    api_time: Seconds | None = None
 
 
 def read_mooncake(path: Path, limit: int | None = None) -> Iterator[Request]:
@@ -85,5 +87,11 @@ def read_mooncake(path: Path, limit: int | None = None) -> Iterator[Request]:
             raise ConfigError(where, f"expected block_size {block_size} as before, got {line.block_size}")
         last_ms = line.timestamp
         yield Request(
-            last_ms / 1000, line.input_length, line.output_length, line.hash_ids, str(line.session_id)
+            last_ms / 1000,
+            line.input_length,
+            line.output_length,
+            line.hash_ids,
+            str(line.session_id),
+            stop=line.stop,
+            api_s=line.api_time,
         )

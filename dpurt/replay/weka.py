@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -25,7 +26,15 @@ from dpurt.replay.blocks import group_ends
 from dpurt.replay.lines import Count, Seconds, read_json_lines
 from dpurt.replay.trace import Request
 
-__all__ = ["BLOCK_TOKENS", "SESSION_GAP_S", "SESSION_S", "WekaSession", "poisson_starts", "read_weka"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "SESSION_GAP_S",
+    "SESSION_S",
+    "WekaSession",
+    "joined",
+    "poisson_starts",
+    "read_weka",
+]
 
 BLOCK_TOKENS = 512  # of the requests we give: the file's smaller blocks are grouped
 SESSION_GAP_S = 30.0
@@ -82,6 +91,25 @@ def read_weka(
             heapq.heappush(waiting, (request.timestamp_s, serial, request))
     while waiting:
         yield heapq.heappop(waiting)[2]
+
+
+def joined(requests: Sequence[Request], path: Path) -> list[Request]:
+    """The requests with the stop reasons, times and threads that a file of sessions has of them: the k-th of a session
+    there is the k-th here. ConfigError when a session is not in the file, or does not fit."""
+    wanted = {request.session for request in requests}
+    recorded: dict[str, Iterator[WekaRequest]] = {}
+    for _, session in read_json_lines(path, WekaSession):
+        if session.id in wanted:
+            recorded[session.id] = iter(sorted(session.requests, key=lambda request: request.t))
+    return [_joined(request, recorded, path) for request in requests]
+
+
+def _joined(request: Request, recorded: dict[str, Iterator[WekaRequest]], path: Path) -> Request:
+    same = next(recorded.get(request.session, iter(())), None)
+    if same is None or same.input_length != request.input_tokens:
+        what = f"session {request.session!r} with a request of {request.input_tokens} tokens"
+        raise ConfigError(str(path), f"expected {what} at {request.timestamp_s:g} s of the trace")
+    return replace(request, agent=same.agent, stop=same.stop, api_s=same.api_time)
 
 
 def _placed(

@@ -12,22 +12,26 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import crc32c
 import trio
 
+from dpurt.core.landing_zone import ZoneLayout, ZoneReader
 from dpurt.errors import FabricError, NodeUnavailable, RemoteAccessError, RemoteProtocolError
 from dpurt.fabric import AccessCheck, Address, Endpoint, Fabric, Link, Piece, connect
 from dpurt.fabric.region import MemfdRegion
+from dpurt.fabric.zone_writer import ZoneWriter
 from dpurt.testing.fabric_host import digest
 
 __all__ = [
     "CASES",
     "FabricTraits",
     "HostProcess",
+    "Peers",
     "RecordingAccess",
     "Rig",
     "check_fabric",
@@ -53,6 +57,32 @@ class FabricTraits:
 
 
 MakeFabric = Callable[[AccessCheck], Fabric]
+
+
+class Running(Protocol):
+    """A host program with its ends of two pipes, as `trio.Process` is one."""
+
+    @property
+    def stdin(self) -> trio.abc.SendStream | None: ...
+
+    @property
+    def stdout(self) -> trio.abc.ReceiveStream | None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def _launch_here(command: Sequence[str]) -> Running:
+    return await trio.lowlevel.open_process(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Where hosts are: how an endpoint is opened, and how a host program is started. Here, unless said otherwise."""
+
+    dial: Callable[[str, Address, int, bytes, float], Awaitable[Endpoint]] = connect
+    launch: Callable[[Sequence[str]], Awaitable[Running]] = _launch_here
 
 
 class RecordingAccess:
@@ -91,6 +121,7 @@ class Rig:
     fabric: Fabric
     traits: FabricTraits
     access: RecordingAccess
+    peers: Peers = field(default_factory=Peers)
     address: Address = field(default_factory=dict)
     regions: dict[int, MemfdRegion] = field(default_factory=dict)
     closed: list[int] = field(default_factory=list)
@@ -107,7 +138,9 @@ class Rig:
             await self._changed.wait()
 
     async def open(self, session: int = ALICE, token: bytes | None = None) -> Endpoint:
-        return await connect(self.fabric.kind, self.address, session, token or token_of(session), soon())
+        return await self.peers.dial(
+            self.fabric.kind, self.address, session, token or token_of(session), soon()
+        )
 
     def link(self, session: int = ALICE) -> Link:
         link = self.fabric.link(session)
@@ -136,9 +169,11 @@ def piece(region_id: int, offset: int, length: int, lease: int = LEASE, fill: in
 
 
 @asynccontextmanager
-async def serving(make_fabric: MakeFabric, traits: FabricTraits) -> AsyncIterator[Rig]:
+async def serving(
+    make_fabric: MakeFabric, traits: FabricTraits, peers: Peers | None = None
+) -> AsyncIterator[Rig]:
     access = RecordingAccess()
-    rig = Rig(make_fabric(access), traits, access)
+    rig = Rig(make_fabric(access), traits, access, peers or Peers())
     _offer_regions(rig)
     try:
         async with trio.open_nursery() as nursery:
@@ -411,6 +446,71 @@ async def _still_works(rig: Rig, host: Endpoint) -> None:
     assert got.local == rig.bytes(SHARED, 77, 777)
 
 
+# --- landing zones ----------------------------------------------------------------------------------------------------
+
+ZONE = ZoneLayout(2, (4096, 100_000))
+_KEYS = (b"k" * 16, b"l" * 16, b"m" * 16)
+
+
+class _ZoneOf:
+    """A zone of a host, and a node that places ranges of the shared region in it."""
+
+    def __init__(self, rig: Rig, host: Endpoint) -> None:
+        self._rig = rig
+        self.region = host.landing(ZONE.size)
+        self._writer = ZoneWriter(ZONE, self.region.region_id, self._push)
+
+    async def _push(self, pieces: Sequence[tuple[memoryview, int, int]]) -> str:
+        await self._rig.link().push(pieces, soon())
+        return ""
+
+    def block(self, number: int) -> bytes:
+        return self._rig.bytes(SHARED, 5 + number * 300_000, ZONE.block_bytes)
+
+    async def place(self, slot: int, number: int, *, replaces: bool = False) -> None:
+        at = 5 + number * 300_000
+        payload = self._rig.regions[SHARED].view[at : at + ZONE.block_bytes]
+        crcs = [crc32c.crc32c(payload[:4096]), crc32c.crc32c(payload[4096:])]
+        assert await self._writer.place(slot, payload, _KEYS[number], 0, crcs, replaces=replaces) == ""
+
+    async def empty(self, slot: int) -> None:
+        assert await self._writer.empty(slot) == ""
+
+    def found(self, number: int) -> bytes | None:
+        """What the host finds of the block; it asks nobody."""
+        reader, into = ZoneReader(self.region.view, ZONE), memoryview(bytearray(ZONE.block_bytes))
+        slot = reader.find(_KEYS[number], 0)
+        is_good = slot is not None and reader.copy(slot, _KEYS[number], 0, (0, 2), into)
+        return bytes(into) if is_good else None
+
+
+async def a_placed_block_is_found_in_the_landing_zone_without_asking(rig: Rig) -> None:
+    host = await rig.open()
+    zone = _ZoneOf(rig, host)
+    assert zone.found(0) is None
+    await zone.place(0, 0)
+    await zone.place(1, 1)
+    assert [zone.found(0), zone.found(1), zone.found(2)] == [zone.block(0), zone.block(1), None]
+    await zone.place(0, 2, replaces=True)
+    assert [zone.found(0), zone.found(1), zone.found(2)] == [None, zone.block(1), zone.block(2)]
+    await zone.empty(1)
+    assert [zone.found(1), zone.found(2)] == [None, zone.block(2)]
+    assert rig.access.begun == 0
+    await host.aclose()
+
+
+async def a_placement_cancelled_anywhere_leaves_no_wrong_block(rig: Rig) -> None:
+    host = await rig.open()
+    zone = _ZoneOf(rig, host)
+    await zone.place(0, 0)
+    await _cancel_at_every_step(rig, host, lambda: zone.place(0, 1, replaces=True))
+    for number in range(3):
+        assert zone.found(number) in (None, zone.block(number))
+    await zone.place(0, 2, replaces=True)
+    assert zone.found(2) == zone.block(2)
+    await host.aclose()
+
+
 # --- how it ends -------------------------------------------------------------------------------------------------------
 
 
@@ -565,7 +665,7 @@ async def nobody_there_is_node_unavailable(rig: Rig) -> None:
 class HostProcess:
     """A `dpurt.testing.fabric_host` and its conversation."""
 
-    def __init__(self, process: trio.Process) -> None:
+    def __init__(self, process: Running) -> None:
         self.process = process
         self._buffer = b""
 
@@ -598,7 +698,7 @@ async def host_process(rig: Rig, session: int) -> AsyncIterator[HostProcess]:
         "token": token_of(session).hex(),
     }
     command = [sys.executable, "-m", "dpurt.testing.fabric_host", json.dumps(link)]
-    process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = await rig.peers.launch(command)
     try:
         yield HostProcess(process)
     finally:
@@ -669,6 +769,8 @@ CASES: tuple[Case, ...] = (
     each_region_is_open_in_its_own_direction_and_to_its_own_session,
     without_a_lease_nothing_moves_where_the_node_is_asked,
     a_push_outside_any_landing_fails_and_the_link_lives,
+    a_placed_block_is_found_in_the_landing_zone_without_asking,
+    a_placement_cancelled_anywhere_leaves_no_wrong_block,
     a_late_deadline_is_an_error_and_the_link_lives,
     a_cancelled_transfer_ends_its_access_and_the_link_lives,
     a_closed_endpoint_is_reported_once_and_takes_no_more_work,
@@ -682,10 +784,12 @@ CASES: tuple[Case, ...] = (
 )
 
 
-async def run_case(case: Case, make_fabric: MakeFabric, traits: FabricTraits) -> None:
+async def run_case(
+    case: Case, make_fabric: MakeFabric, traits: FabricTraits, peers: Peers | None = None
+) -> None:
     """One case on a fabric of its own, in bounded time."""
     with trio.fail_after(30):
-        async with serving(make_fabric, traits) as rig:
+        async with serving(make_fabric, traits, peers) as rig:
             await case(rig)
 
 

@@ -142,7 +142,8 @@ async def reasons(client: Client, *blocks: int) -> list[str]:
 def assert_books_balance(node: Node) -> None:
     """Every block asked for is a hit of one tier or a miss with a reason; every planned prefetch has one outcome."""
     for counters in node.gateway.hosts.counters.values():
-        assert counters.blocks == counters.staging + counters.nvme + sum(counters.misses.values())
+        hits = counters.staging + counters.nvme + counters.landing
+        assert counters.blocks == hits + sum(counters.misses.values())
     core = node.prefetch.core
     if core is not None:
         core.ledger.check_integrity()

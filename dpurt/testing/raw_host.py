@@ -86,6 +86,6 @@ async def write_reserved(
     ]
     await link.store(pieces, trio.current_time() + ANSWER_S)
     return [
-        m.CommitBlock(reservation=one.reservation, crcs=part_crcs(view, part_bytes))
+        m.CommitBlock(reservation=one.reservation, crcs=part_crcs((view,), part_bytes))
         for one, view in zip(reserved, views, strict=True)
     ]

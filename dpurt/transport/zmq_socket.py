@@ -143,6 +143,7 @@ class ZmqSocket:
         self._parked = trio.lowlevel.ParkingLot()
         self._readers = 0
         self._writers = 0
+        self._monitor: zmq.Socket[bytes] | None = None
         _apply(self._socket, kind, self.options)
 
     # --- addresses -----------------------------------------------------------------------------------------
@@ -312,12 +313,30 @@ class ZmqSocket:
             self._is_watched = False
             self._parked.unpark_all()
 
+    # --- connections ---------------------------------------------------------------------------------------
+
+    def watch_connections(self) -> None:
+        """Let `was_interrupted` know what happens to this socket's connections from now on."""
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def was_interrupted(self) -> bool:
+        """Was a connection lost since this was last asked? libzmq tells before it hands on what came over a new one."""
+        assert self._monitor is not None, "watch_connections comes first"
+        found = False
+        while cast(int, self._monitor.getsockopt(_EVENTS)) & zmq.POLLIN:
+            self._monitor.recv_multipart(_DONTWAIT)
+            found = True
+        return found
+
     # --- end of life ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close at once; tasks waiting here get ClosedResourceError. Idempotent."""
         if self._is_watched:
             trio.lowlevel.notify_closing(self._fd)
+        if self._monitor is not None and not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         if not self._socket.closed:
             self._socket.close(linger=self.options.linger_ms)
 

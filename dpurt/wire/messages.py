@@ -23,6 +23,7 @@ from dpurt.errors import RemoteProtocolError
 PROTOCOL = 1
 MAX_BLOCKS = 4096  # blocks in one load, reserve, commit or release
 MAX_TOKEN_BYTES = 16 << 20
+MAX_RANKED = 256  # blocks an engine may rank for one layer group
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Short = Annotated[str, Meta(max_length=256)]
@@ -34,6 +35,7 @@ Tokens = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=8, max_length=64)]
 Digests = Annotated[list[Digest], Meta(max_length=1 << 17)]
 BlockList = Annotated[list[Count], Meta(max_length=MAX_BLOCKS)]
+RankedList = Annotated[list[Count], Meta(max_length=MAX_RANKED)]
 IdList = Annotated[list[Id], Meta(max_length=MAX_BLOCKS)]
 Parts = tuple[Annotated[int, Meta(ge=0, le=128)], Annotated[int, Meta(ge=0, le=128)]]
 
@@ -102,7 +104,9 @@ class Hello(Request, tag="hello"):
 class Lookup(Request, tag="lookup"):
     """How much of a prompt is here? `tokens` (raw little-endian) or `digests` (an engine's chained block digests).
 
-    ``will_load`` opens the scope `request` and starts prefetch; ``probe`` changes nothing.
+    ``will_load`` opens the scope `request` and starts prefetch; ``probe`` changes nothing. With `chained` false each digest
+    stands alone, as hooks give them that name blocks without their parents: it is looked up, stored and kept by itself,
+    and `LookupReply.present` says which are here. One space is used one way.
     """
 
     space: Name
@@ -111,14 +115,20 @@ class Lookup(Request, tag="lookup"):
     digests: Digests | None = None
     intent: Literal["probe", "will_load"] = "will_load"
     shard: Count = 0
+    chained: bool = True
 
 
 class Hint(Request, tag="hint"):
     """What the engine knows. ``arrival`` opens a scope as ``will_load`` does, before any scheduler tick (U20).
 
     ``pause`` / ``resume``: the sequence waits for a tool or user (`expected_ms`). ``finish`` ends the scope (`reason` e.g.
-    ``end_turn``, ``tool_use``). ``decode``: blocks a sparse step touched, and blocks ranked for a layer group ahead,
-    needed in `need_ms`; numbers are positions in the request's chain.
+    ``end_turn``, ``tool_use``).
+
+    ``decode``: what one layer group (`group`) does in decode step `step`; numbers of blocks are positions in the request's
+    chain. `touched`: the blocks it attends to, told as soon as they are chosen: those not staged are read at once, and a
+    `load` of them follows. `masses`: their shares of attention, one code a block (q means 2 ** (-q / 8)), or empty.
+    `ranked`: blocks the engine expects the group `ranked_group` (null: `group`) to touch at its next turn, best first, wanted
+    in `need_ms`. A space with decode staging is told in the order the groups run; others get what they can use of it.
     """
 
     request: Name
@@ -131,7 +141,9 @@ class Hint(Request, tag="hint"):
     step: Count = 0
     group: Count = 0
     touched: BlockList = []
-    ranked: BlockList = []
+    masses: Annotated[bytes, Meta(max_length=MAX_BLOCKS)] = b""
+    ranked: RankedList = []
+    ranked_group: Count | None = None
     need_ms: Count = 0
     shard: Count = 0
 
@@ -143,22 +155,44 @@ class Landing(Struct, kw_only=True):
     offsets: IdList
 
 
+class Zone(Request, tag="zone"):
+    """This host offers a landing region as a zone (`dpurt.core.landing_zone`): `slots` blocks of one shard of a space, which the
+    node fills with what it expects to be loaded. Replaces the zone there was. Answered with the slots it will use, 0: none.
+    """
+
+    space: Name
+    region: Id
+    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    shard: Count = 0
+
+
+class Used(Request, tag="used"):
+    """Blocks of the request's chain (their positions) were taken from the zone, not loaded. Needs no answer."""
+
+    request: Name
+    blocks: BlockList
+    parts: Parts | None = None
+    shard: Count = 0
+
+
 class Load(Request, tag="load"):
-    """Blocks [first, first + count) of the scope's matched chain. Pull: leases come back. Push: bytes do, into `landing`.
+    """Blocks [first, first + count) of the scope's matched chain, or those in `blocks` (positions in it), if there are any.
+    Pull: leases come back. Push: bytes do, into `landing`.
 
     `parts` narrows to layer groups [start, stop).
     """
 
     request: Name
-    first: Count
-    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    first: Count = 0
+    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] = 1
+    blocks: BlockList = []
     parts: Parts | None = None
     shard: Count = 0
     landing: Landing | None = None
 
 
 class Reserve(Request, tag="reserve"):
-    """Room for storing blocks [first, first + count) of a token chain, in the host's inbound region."""
+    """Room for storing blocks [first, first + count) of a chain, in the host's inbound region; `chained` as for a lookup."""
 
     space: Name
     request: Name
@@ -167,6 +201,7 @@ class Reserve(Request, tag="reserve"):
     tokens: Tokens | None = None
     digests: Digests | None = None
     shard: Count = 0
+    chained: bool = True
 
 
 class CommitBlock(Struct, kw_only=True):
@@ -194,6 +229,17 @@ class Cancel(Request, tag="cancel"):
     """End a scope: everything it holds is free or quarantined before the answer is sent."""
 
     request: Name
+
+
+class Delete(Request, tag="delete"):
+    """These blocks are not wanted any more, by nobody: all their shards go, and what is chained below them.
+
+    A miss from now on. Their bytes stay on the device until their segment is used again, and a restart before that may
+    find them there: to make a space's blocks unreachable for good, bump its epoch.
+    """
+
+    space: Name
+    digests: Annotated[list[Digest], Meta(min_length=1, max_length=MAX_BLOCKS)]
 
 
 class Explain(Request, tag="explain"):
@@ -247,8 +293,8 @@ class Bye(Request, tag="bye"):
 
 
 AnyRequest = (
-    Hello | Lookup | Hint | Load | Reserve | Commit | Release | Cancel | Explain | Subscribe | Route | Stats
-    | Ping | Bye
+    Hello | Lookup | Hint | Zone | Used | Load | Reserve | Commit | Release | Cancel | Delete | Explain | Subscribe
+    | Route | Stats | Ping | Bye
 )  # fmt: skip
 
 
@@ -265,7 +311,13 @@ class Drain(Request, tag="drain"):
     """Refuse new sessions and scopes, finish what runs, flush, end."""
 
 
-AdminRequest = EpochBump | Drain | Stats | Explain | Route | Ping
+class Record(Request, tag="record"):
+    """Begin a recording in a new file of the node's machine (an absolute path), or, with an empty one, end it."""
+
+    path: Annotated[str, Meta(max_length=4096)] = ""
+
+
+AdminRequest = EpochBump | Drain | Stats | Explain | Route | Ping | Record
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -309,6 +361,7 @@ class LookupReply(Reply, tag="lookup_ok"):
 
     `ready_ms`: estimate until the whole match is in staging. `miss`: why the block after the match is not here
     (``explain`` says more), empty when the whole prompt is. ``incomplete``: some shards of it are here, not all.
+    Where the digests are not a chain, `present` has a bit for each, the first in the lowest of its first byte.
     """
 
     matched_blocks: int
@@ -318,6 +371,12 @@ class LookupReply(Reply, tag="lookup_ok"):
     nvme: int = 0
     ready_ms: int = 0
     miss: str = ""
+    present: bytes = b""
+
+    def is_present(self, position: int) -> bool:
+        """Of digests that are not a chain: is this one here?"""
+        at, bit = divmod(position, 8)
+        return at < len(self.present) and bool(self.present[at] >> bit & 1)
 
 
 class Grant(Struct, kw_only=True, omit_defaults=True):
@@ -450,6 +509,16 @@ class StatsReply(Reply, tag="stats_ok"):
     stats: dict[str, object]
 
 
+class RecordReply(Reply, tag="record_ok"):
+    """A recording that began or ended: lines and bytes written, lines lost because the writer was too slow."""
+
+    path: str
+    lines: Count = 0
+    bytes: Id = 0
+    lost: Count = 0
+    is_fresh: bool = False
+
+
 class ErrorReply(Reply, tag="error"):
     """A refusal. `field`, `mine`, `theirs` for ``space_mismatch``."""
 
@@ -462,7 +531,7 @@ class ErrorReply(Reply, tag="error"):
 
 AnyReply = (
     HelloReply | LookupReply | LoadReply | ReserveReply | CommitReply | Ok | ExplainReply | IndexBatch | RouteReply
-    | StatsReply | ErrorReply
+    | StatsReply | RecordReply | ErrorReply
 )  # fmt: skip
 
 R = TypeVar("R")

@@ -13,7 +13,7 @@ from dpurt.bdev.memory import MemoryBdev
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.events import Arrived, Consumed, Event, Owner, Paused, Resumed, SequenceGone
 from dpurt.core.ledger import Ledger
-from dpurt.core.predictor import make_predictor
+from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import CancelFetch, Command, Fetch, PrefetchCore
 from dpurt.runtime.actor import RestartPolicy, supervise
 from dpurt.testing.agents import Agents, capacity, running_agents

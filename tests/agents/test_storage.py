@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import trio
@@ -46,10 +47,12 @@ def write_job(agents: Agents, log: Log, name: str, *blocks: int) -> WriteJob:
     slot = agents.pool.find(ref)
     assert slot is not None
 
-    def done(job: WriteJob, extent: int | None) -> None:
-        log.append((f"{name} {'lost' if extent is None else 'written'}", trio.current_time()))
+    def done(jobs: Sequence[WriteJob], extents: Sequence[int | None]) -> None:
+        log.extend(
+            (f"{name} {'lost' if extent is None else 'written'}", trio.current_time()) for extent in extents
+        )
 
-    return WriteJob(agents.state, ref, slot, done)
+    return WriteJob(agents.state, *agents.state.unref(ref), slot, done)
 
 
 async def test_demand_goes_before_writes_and_writes_before_prefetch(
@@ -144,8 +147,9 @@ async def test_writes_that_wait_together_go_together(autojump_clock: trio.testin
         before = agents.storage.store.stores[0].stats().appends
         log: Log = []
         began = trio.current_time()
-        for i in range(8):
-            agents.storage.write(write_job(agents, log, f"w{i}", 0))
+        job = write_job(agents, log, "w", 0)
+        for _ in range(8):
+            agents.storage.write(replace(job))
         await trio.sleep(20)
         assert agents.storage.store.stores[0].stats().appends == before + 8
         assert max(at for _, at in log) - began < 8

@@ -21,6 +21,7 @@ from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
+from dpurt.bdev.paced import PacedBdev
 from dpurt.core.device_model import DeviceProfile
 from dpurt.errors import BdevError, BdevTimeout, ConfigError
 from dpurt.testing.bdev_contract import MIN_BYTES, check_bdev
@@ -65,6 +66,34 @@ async def test_faulty_keeps_the_contract_even_when_it_hangs() -> None:
         return FaultyBdev(MemoryBdev(MIN_BYTES, queue_depth=8))
 
     await check_bdev(make, stall=hung)
+
+
+async def test_paced_keeps_the_contract() -> None:
+    made: list[MemoryBdev] = []
+
+    async def make() -> Bdev:
+        made.append(MemoryBdev(MIN_BYTES, queue_depth=8))
+        return PacedBdev(made[-1], FAST)
+
+    async def reopen(bdev: Bdev) -> Bdev:
+        return PacedBdev(MemoryBdev(image=made[-1].image), FAST)
+
+    await check_bdev(make, reopen=reopen)
+
+
+async def test_paced_takes_the_longer_of_its_own_time_and_the_profiles(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    faulty = FaultyBdev(MemoryBdev(MIN_BYTES))
+    bdev, buffer = PacedBdev(faulty, FLAT), aligned_buffer(4096)
+    began = trio.current_time()
+    await bdev.read_into(0, [buffer], INF)
+    assert trio.current_time() - began == pytest.approx(2.0), "1 s to get there, 1 s to move"
+    faulty.inject(Fault(op="read", kind="delay", delay_s=5.0))
+    began = trio.current_time()
+    await bdev.read_into(0, [buffer], INF)
+    assert trio.current_time() - began == pytest.approx(5.0)
+    await bdev.aclose()
 
 
 async def test_modelled_keeps_the_contract(autojump_clock: trio.testing.MockClock) -> None:

@@ -18,6 +18,7 @@ class View:
     recompute: float | None = None
     backlog: int = 0
     free: int = 1000 * MB
+    prices: dict[int, float] = field(default_factory=dict)
 
     def where(self, block, parts_mask):
         return self.elsewhere.get(block, "nvme")
@@ -30,6 +31,9 @@ class View:
 
     def demand_backlog_bytes(self):
         return self.backlog
+
+    def price(self, block, now):
+        return self.prices.get(block, 0.0)
 
     def free_bytes(self):
         return self.free
@@ -255,3 +259,31 @@ def test_trust_orders_equal_claims():
 def test_senseless_budgets_are_refused(wrong):
     with pytest.raises(ValueError, match="must"):
         budget(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("probability", "worth", "price", "is_fetched"),
+    [
+        (0.3, None, 0.0, True),
+        (0.3, None, 0.19, True),
+        (0.3, None, 0.21, False),
+        (0.3, 0.02, 0.01, True),
+        (0.3, 0.02, 0.014, False),
+        (0.95, None, 0.9, True),
+        (0.95, None, 0.95, False),
+    ],
+)
+def test_a_prefetch_must_be_worth_more_than_the_block_that_leaves_by_a_margin_unless_it_is_certain(
+    probability, worth, price, is_fetched
+):
+    plan = Arbiter(budget()).plan(
+        [want(1, probability=probability)._replace(worth=worth)], View(prices={1: price}), 0.0
+    )
+    assert blocks(plan.fetches) == [1] * is_fetched
+    assert reasons(plan) == ["not_worth_room"] * (not is_fetched)
+
+
+def test_within_a_quantum_the_one_worth_most_goes_first():
+    arbiter = Arbiter(budget(queue_depth=1))
+    plan = arbiter.plan([want(1)._replace(worth=0.1), want(2)._replace(worth=0.2)], View(), 0.0)
+    assert blocks(plan.fetches) == [2]

@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from dpurt.core.eviction import (
     LOOK,
@@ -17,6 +19,7 @@ from dpurt.core.eviction import (
     Belady,
     EvictionPolicy,
     Lru,
+    Predicted,
     Protect,
     S3Fifo,
     _AgeOrder,
@@ -112,6 +115,28 @@ class NaiveBelady(NaiveLru):
         return sorted(self.blocks, key=lambda b: -self.next[b])
 
 
+class Thirds:
+    """An outlook: block b is worth b % 3. Knows who is resident."""
+
+    def __init__(self) -> None:
+        self.resident: set[int] = set()
+
+    def came(self, block: int) -> None:
+        self.resident.add(block)
+
+    def left(self, block: int) -> None:
+        self.resident.remove(block)
+
+    def worth(self, blocks: Sequence[int], now: float) -> NDArray[np.float64]:
+        assert self.resident.issuperset(blocks)
+        return np.array([block % 3 for block in blocks], float)
+
+
+class NaivePredicted(NaiveLru):
+    def ranked(self, now: float) -> list[int]:
+        return sorted(self.blocks, key=lambda b: b % 3)
+
+
 class NaiveS3Fifo(Naive):
     """The paper's three queues as lists; held blocks are stepped over."""
 
@@ -174,6 +199,8 @@ PAIRS: dict[str, tuple[Callable[[], EvictionPolicy], Callable[[], Naive]]] = {
     "lfu": (lambda: make_policy("lfu", CAPACITY), NaiveLfu),
     "s3fifo": (lambda: make_policy("s3fifo", CAPACITY), NaiveS3Fifo),
     "belady": (lambda: Belady(next_use), NaiveBelady),
+    "predicted": (lambda: make_policy("predicted", CAPACITY, Thirds()), NaivePredicted),
+    "predicted, blind": (lambda: make_policy("predicted", CAPACITY), NaiveLru),
 }
 
 
@@ -530,7 +557,49 @@ def test_every_policy_is_made_by_its_name_and_starts_empty() -> None:
 
 
 def test_unknown_policy_or_senseless_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown eviction policy 'mru'; known: fifo, lfu, lru, s3fifo"):
+    with pytest.raises(
+        ValueError, match="unknown eviction policy 'mru'; known: fifo, lfu, lru, predicted, s3fifo"
+    ):
         make_policy("mru", 4)
     with pytest.raises(ValueError, match="capacity"):
         make_policy("lru", 0)
+
+
+# --- prediction -----------------------------------------------------------------------------------
+
+
+def test_the_price_of_room_is_what_the_next_victim_is_worth() -> None:
+    policy = filled(make_policy("predicted", CAPACITY, Thirds()), (2, 5, 4, 1))
+    assert (policy.price(0.0), policy.victim(0.0)) == (1.0, 4)
+    assert (policy.price(0.0), policy.victim(0.0, protect={1, 4}.__contains__)) == (1.0, 2)
+
+
+def test_policies_that_predict_nothing_sell_room_for_nothing() -> None:
+    for name in POLICIES:
+        assert filled(make_policy(name, CAPACITY), (2, 5)).price(0.0) == 0.0
+
+
+def test_a_ranking_serves_many_victims_and_is_renewed_when_it_has_aged() -> None:
+    class Counting(Thirds):
+        asked = 0
+
+        def worth(self, blocks: Sequence[int], now: float) -> NDArray[np.float64]:
+            self.asked += 1
+            return super().worth(blocks, now)
+
+    outlook = Counting()
+    policy = filled(make_policy("predicted", 1000, outlook), range(1000))
+    for _ in range(100):
+        victim = policy.victim(0.0)
+        assert victim is not None
+        policy.remove(victim, evicted=True)
+    assert outlook.asked == 1
+    policy.victim(Predicted.REFRESH_S)
+    assert outlook.asked == 2
+
+
+def test_a_touched_block_is_not_the_next_to_leave_whatever_it_was_worth() -> None:
+    policy = filled(make_policy("predicted", CAPACITY, Thirds()), (3, 6, 5))
+    assert policy.victim(0.0) == 3
+    policy.touch([3], 0.1)
+    assert policy.victim(0.1) == 6

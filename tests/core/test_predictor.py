@@ -15,16 +15,13 @@ from dpurt.core.events import (
     Stored,
 )
 from dpurt.core.predictor import (
-    AGE_EDGES,
     AttentionEwma,
     AttentionLearned,
     AttentionPrevious,
-    CrossRequest,
     Hints,
-    ReturnHazard,
     SlidingWindow,
-    make_predictor,
 )
+from dpurt.core.predictors import make_predictor
 
 OWNER = Owner("space", "tenant")
 
@@ -232,94 +229,3 @@ def test_hints_keep_order_deadline_and_group():
     said = say(hints, DecodeStep(1, 0, 0, ranked=(Ranked(2, (5, 6), 9.0),)), 1.0)
     assert [(p.block, p.parts_mask, p.need_by) for p in said] == [(5, 4, 9.0), (6, 4, 9.0)]
     assert said[0].probability > said[1].probability
-
-
-class TestReturnHazard:
-    def test_prior_reproduces_the_measured_share_of_follow_ups(self):
-        hazard = ReturnHazard()
-        survive = 1.0
-        for age_bin in range(AGE_EDGES.index(600.0)):
-            width = AGE_EDGES[age_bin + 1] - AGE_EDGES[age_bin]
-            survive *= 1 - hazard.probability(1, age_bin, width)
-        assert 1 - survive == pytest.approx(0.31, abs=0.01)
-
-    def test_deeper_conversations_return_more_often(self):
-        hazard = ReturnHazard()
-        chances = [hazard.probability(depth, 4, 100.0) for depth in (1, 2, 3, 9)]
-        assert chances == sorted(chances)
-
-    def test_experience_overrules_the_prior(self):
-        hazard = ReturnHazard(prior_chains=20)
-        before = hazard.probability(1, 0, 10.0)
-        for _ in range(200):
-            hazard.exposed(1, 0, 5.0)
-            hazard.returned(1, 0)
-        assert before < 0.01
-        assert hazard.probability(1, 0, 10.0) > 0.5
-
-
-class TestCrossRequest:
-    def agent_like(self, **parameters):
-        hazard = ReturnHazard(prior_chains=1)
-        for _ in range(500):
-            hazard.exposed(1, 1, 5.0)
-            hazard.returned(1, 1)
-        return CrossRequest(hazard=hazard, floor=0.3, **parameters)
-
-    def finish(self, predictor, sequence, blocks, now):
-        predictor.observe(Arrived(sequence, OWNER, ()), now)
-        predictor.observe(Stored(sequence, blocks), now)
-        predictor.observe(Finished(sequence), now)
-
-    def test_nothing_in_the_dead_time_and_the_head_when_a_return_is_likely(self):
-        predictor = self.agent_like(head_blocks=2)
-        self.finish(predictor, 1, (1, 2, 3), 100.0)
-        assert predictor.next_wakeup() == 100.0
-        assert predictor.predict(100.0) == []
-        assert predictor.next_wakeup() == 110.0
-        said = predictor.predict(110.0)
-        assert [(p.block, p.sequence, p.owner) for p in said] == [(1, None, OWNER), (2, None, OWNER)]
-        assert all(110.0 < p.need_by <= 120.0 for p in said)
-
-    def test_arrival_and_resume_fire_at_once(self):
-        predictor = CrossRequest(head_blocks=2)
-        assert blocks_of(say(predictor, Arrived(1, OWNER, (1, 2, 3)), 0.0)) == [1, 2]
-        assert blocks_of(say(predictor, Resumed(1), 1.0)) == [1, 2]
-
-    def test_pause_with_a_length_is_predicted_for_its_end(self):
-        predictor = CrossRequest()
-        say(predictor, Arrived(1, OWNER, (1,)), 0.0)
-        assert [p.need_by for p in say(predictor, Paused(1, 30.0), 5.0)] == [35.0]
-        assert say(predictor, Paused(1, None), 6.0) == []
-
-    def test_a_continued_chain_is_deeper_and_its_timers_are_dead(self):
-        predictor = self.agent_like()
-        self.finish(predictor, 1, (1, 2, 3), 0.0)
-        say(predictor, Arrived(2, OWNER, (1, 2)), 5.0)  # the partial last block changed
-        assert predictor._active[2].depth == 2
-        assert predictor.next_wakeup() is None
-        assert predictor.predict(1000.0) == []
-
-    def test_a_request_sharing_only_the_root_starts_a_chain_of_its_own(self):
-        predictor = self.agent_like()
-        self.finish(predictor, 1, (1, 2), 0.0)
-        say(predictor, Arrived(2, OWNER, (1,)), 5.0)
-        assert predictor._active[2].depth == 1
-        assert predictor.next_wakeup() is not None
-
-    def test_a_cancelled_sequence_is_not_expected_back(self):
-        predictor = self.agent_like()
-        say(predictor, Arrived(1, OWNER, (1, 2)), 0.0)
-        predictor.observe(SequenceGone(1), 1.0)
-        assert predictor.next_wakeup() is None
-
-    def test_chains_and_timers_are_bounded(self):
-        predictor = CrossRequest(max_chains=10)
-        for i in range(1000):
-            self.finish(predictor, i, (2 * i, 2 * i + 1), float(i))
-            predictor.predict(float(i))
-        predictor.predict(5000.0)
-        assert len(predictor._idle) == 0
-        assert len(predictor._serial_of_tail) == 0
-        assert predictor.next_wakeup() is None
-        assert predictor._timers == []

@@ -25,8 +25,9 @@ from dpurt.core.events import (
     Stored,
 )
 from dpurt.core.ledger import Ledger
-from dpurt.core.predictor import AttentionEwma, AttentionPrevious, CrossRequest, Hints, SlidingWindow
+from dpurt.core.predictor import AttentionEwma, AttentionPrevious, Hints, SlidingWindow
 from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
+from dpurt.core.returns import Returns
 
 MB = 1_000_000
 OWNER = Owner("space", "tenant")
@@ -38,6 +39,7 @@ class FakeTiers:
     def __init__(self, capacity=1000):
         self.places = {}
         self.capacity = capacity
+        self.prices = {}
 
     def where(self, block, parts_mask):
         return self.places.get(block, "nvme")
@@ -50,6 +52,9 @@ class FakeTiers:
 
     def demand_backlog_bytes(self):
         return 0
+
+    def price(self, block, now):
+        return self.prices.get(block, 0.0)
 
     def free_bytes(self):
         return (self.capacity - len(self.places)) * MB
@@ -185,18 +190,12 @@ def test_a_sequence_unheard_of_is_forgotten_with_its_jobs():
 
 
 def test_a_predicted_return_outlives_every_sequence():
-    core = make_core(predictors=[CrossRequest(floor=0.0, head_blocks=1)])
+    core = make_core(predictors=[Returns()], min_probability=0.0)
     arrive(core, 1, blocks=())
-    core.handle(Stored(1, (7, 8)), 0.0)
+    core.handle(Stored(1, (7, 8, 9)), 0.0)
     core.handle(Finished(1), 0.0)
-    core.tick(0.0)
-    assert core.arbiter.num_flying == 0  # less likely than the arbiter's bar
-    core = make_core(predictors=[CrossRequest(floor=0.0, head_blocks=1)], min_probability=0.0)
-    arrive(core, 1, blocks=())
-    core.handle(Stored(1, (7, 8)), 0.0)
-    core.handle(Finished(1), 0.0)
-    core.tick(0.0)
-    assert core.arbiter.num_flying == 1
+    core.tick(1.0)
+    assert core.arbiter.num_flying == 3
     core.handle(Arrived(2, OWNER, (7,)), 1.0)
     assert core.handle(SequenceGone(2), 2.0) == []
 
@@ -239,9 +238,7 @@ def test_interests_are_swept_out():
 
 
 def test_events_for_unknown_sequences_and_blocks_do_nothing():
-    core = make_core(
-        predictors=[SlidingWindow(), AttentionPrevious(), AttentionEwma(), Hints(), CrossRequest()]
-    )
+    core = make_core(predictors=[SlidingWindow(), AttentionPrevious(), AttentionEwma(), Hints(), Returns()])
     for event in (Consumed(9, 0, 1), Paused(9), Resumed(9), Finished(9), SequenceGone(9), Stored(9, (1,))):
         assert core.handle(event, 0.0) == []
     for event in (Evicted(5), Dropped(5), Demanded(5, 9, "staging")):
@@ -280,7 +277,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.budget = {"queue_depth": depth, "staging_bytes": staging * MB}
         predictors = [
             SlidingWindow(3),
-            CrossRequest(2, floor=0.0),
+            Returns(),
             AttentionPrevious(),
             AttentionEwma(),
             Hints(),

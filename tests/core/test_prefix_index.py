@@ -210,6 +210,27 @@ class IndexMachine(RuleBasedStateMachine):
                     places[shard] = self.next_place
 
     @precondition(lambda self: self.known)
+    @rule(
+        choices=st.lists(st.integers(0), min_size=1, max_size=4), shard=st.integers(0, 1), slot=st.booleans()
+    )
+    def place_several(self, choices: list[int], shard: int, slot: bool) -> None:
+        chains = list(dict.fromkeys(self.pick(choice) for choice in choices))
+        shard %= self.num_shards
+        ids = ids_of(*map(self.block, chains))
+        values = [self.next_place + 1 + i for i in range(len(chains))]
+        self.next_place += len(chains)
+        put = self.index.set_slots if slot else self.index.set_extents
+        places = [self.known[c].slots if slot else self.known[c].extents for c in chains]
+        above = [self.known.get(c[:-1]) for c in chains if c[:-1] not in chains]
+        if any(p[shard] >= 0 for p in places) or any(a is not None and not a.has_copy(shard) for a in above):
+            with pytest.raises(ValueError, match=r"a block has one|neither in staging"):
+                put(ids, shard, values)
+            return
+        put(ids, shard, values)
+        for place, value in zip(places, values, strict=True):
+            place[shard] = value
+
+    @precondition(lambda self: self.known)
     @rule(choice=st.integers(0), shard=st.integers(0, 1), slot=st.booleans())
     def clear(self, choice: int, shard: int, slot: bool) -> None:
         chain, shard = self.pick(choice), shard % self.num_shards

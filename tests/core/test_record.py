@@ -218,3 +218,21 @@ def test_a_header_that_does_not_fit_is_refused(wrong: dict[str, object]) -> None
     }
     with pytest.raises(ValueError):
         pack_header(memoryview(bytearray(SMALL.record_bytes)), SMALL, RecordHeader(**{**good, **wrong}))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=6), st.data())
+def test_an_image_of_one_part_is_the_record_without_what_lies_between(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    layout = RecordLayout.of(make_space(*sizes))
+    whole = make_image(layout, fill=bytes(range(251)))
+    index = data.draw(st.integers(0, len(sizes) - 1))
+    part = layout.of_part(index)
+    image = memoryview(bytearray(part.record_bytes))
+    for start, stop in part.extents(1 << index):
+        assert start % ALIGN == stop % ALIGN == 0
+        at = start + part.gap * (start > 0)
+        image[start:stop] = whole[at : at + stop - start]
+    assert part.part(image, index) == layout.part(whole, index)
+    assert not bad_parts(part, image, unpack_header(image, part), 1 << index)
+    assert part.record_bytes <= layout.header_bytes + sizes[index] + 2 * ALIGN

@@ -779,4 +779,4 @@ async def test_a_failed_store_of_one_shard_leaves_the_others_alone(tmp_path: Pat
         for shard in (0, 1):
             reply = await v.load(request="x", count=2, shard=shard)
             assert [grant.status for grant in reply.blocks] == ["ok"] * 2
-            assert reply.blocks[0].crcs == part_crcs(memoryview(payload(10 + 100 * shard)), PARTS)
+            assert reply.blocks[0].crcs == part_crcs((memoryview(payload(10 + 100 * shard)),), PARTS)

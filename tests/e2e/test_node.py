@@ -811,3 +811,24 @@ async def test_an_arrival_hint_takes_digests_too(tmp_path: Path) -> None:
         assert (await client.store("s", "r1", None, 0, payloads(1, 2, 3), digests=digests))[0] == "stored"
         await client.hint(m.Hint(request="r2", kind="arrival", space="s", digests=digests))
         assert len(await client.load("r2", 0, buffers(3))) == 3
+
+
+# --- endurance ---
+
+
+async def test_a_node_writes_no_more_than_its_drives_may_take_a_day_but_what_is_used_again(
+    tmp_path: Path,
+) -> None:
+    writes_a_day = 24 * 20.9 * RECORD / (64 << 20)  # twenty blocks an hour: ten for newcomers
+    bdev = [{**one, "drive_writes_per_day": writes_a_day} for one in memory_bdev()["bdev"]]
+    config = small_config(tmp_path, bdev=bdev)
+    async with running(config) as node, host(node, config) as client:
+        await store(client, "a", *range(14))
+        await written(node)
+        assert node.store.stores[0].stats().appends == 10
+        assert sources(await load(client, "b", *range(14))) == ["staging"] * 14
+        await written(node)
+        stats = node.stats()["endurance"]
+        assert isinstance(stats, dict)
+        assert (stats["admitted"], stats["admitted_again"], stats["spent_bytes"]) == (14, 4, 14 * RECORD)
+        assert stats["bytes_written"] == 14 * RECORD

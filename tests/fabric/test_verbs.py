@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dpurt.client import connect as client_of
 from dpurt.errors import FabricError, NodeUnavailable, RdmaUnavailable
 from dpurt.fabric import connect
-from dpurt.fabric.verbs_control import Ask, Control, Done, Granted, Landing, Run, proof
+from dpurt.fabric.verbs_control import Ask, Control, Done, Granted, Landing, LaneOffer, Run, proof
 from dpurt.fabric.verbs_link import cut
-from dpurt.fabric.verbs_moves import MAX_WORK_BYTES, aligned, merged, with_immediate
+from dpurt.fabric.verbs_moves import MAX_WORK_BYTES, aligned, length_of, merged, striped, with_immediate
 from dpurt.rdma.device import find, why_off
 from dpurt.rdma.queue_pair import Opcode, QueuePairAddress, Sge
 from dpurt.testing.node import running, small_config, small_host, spaces_of
@@ -59,6 +59,17 @@ def merged_exactly(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+@given(lengths=LENGTHS, step=st.sampled_from([4096, 256 << 10, 1 << 20, 3 << 20]))
+def test_stripes_are_the_works_again_in_groups_of_one_size(lengths: list[int], step: int) -> None:
+    local = [Sge(address, length, 1) for address, length in runs_of(lengths, 1000)]
+    works = aligned(Opcode.READ, local, [Run(10**9, sum(lengths), KEY)])
+    groups = striped(works, step)
+    assert [length_of(group) for group in groups[:-1]] == [step] * (len(groups) - 1)
+    again = [work for group in groups for work in group]
+    assert merged_exactly([(w.local[0].address, w.local[0].length) for w in again]) == runs_of(lengths, 1000)
+    assert merged_exactly([(w.remote_address, w.local[0].length) for w in again]) == [(10**9, sum(lengths))]
+
+
 def test_only_the_last_work_tells_the_peer():
     works = aligned(Opcode.WRITE, [Sge(0, 3 * MAX_WORK_BYTES, 1)], [Run(0, 3 * MAX_WORK_BYTES, KEY)])
     told = with_immediate(works, 77)
@@ -88,8 +99,8 @@ def test_no_message_shows_a_key():
     runs = [Run(4096, 100, KEY)]
     for message in (
         runs,
-        Granted(1, runs),
-        Landing(1, 100, runs),
+        Granted(1, {0: runs}),
+        Landing(1, 100, {"10.9.0.1": runs}),
         aligned(Opcode.READ, [Sge(0, 100, 1)], runs),
     ):
         assert str(KEY) not in repr(message)
@@ -98,16 +109,19 @@ def test_no_message_shows_a_key():
 
 def test_a_proof_is_of_every_word_of_it():
     address = QueuePairAddress(17, 5, "::ffff:10.9.0.1", 4096, 16)
-    words = [b"t" * 32, "host", (b"a" * 16, b"b" * 16), 7, address]
+    words = [b"t" * 32, "host", (b"a" * 16, b"b" * 16), 7, [LaneOffer("10.9.0.1", address)]]
     others = [
         b"T" * 32,
         "node",
         (b"a" * 16, b"c" * 16),
         8,
-        QueuePairAddress(18, 5, "::ffff:10.9.0.1", 4096, 16),
+        [LaneOffer("10.9.0.1", QueuePairAddress(18, 5, "::ffff:10.9.0.1", 4096, 16))],
+        [LaneOffer("10.9.0.2", address)],
+        [LaneOffer("10.9.0.1", address)] * 2,
     ]
     proofs = {proof(*words)}
-    for at, other in enumerate(others):
+    for number, other in enumerate(others):
+        at = min(number, 4)
         proofs.add(proof(*words[:at], other, *words[at + 1 :]))
     assert len(proofs) == 1 + len(others)
 
@@ -128,7 +142,7 @@ async def ends():
 
 
 async def test_messages_arrive_in_order_also_when_the_socket_is_full(ends: Ends):
-    asks = [Ask(number, "pull", [(1, 2, 3, 4)] * 500) for number in range(1, 200)]
+    asks = [Ask(number, "pull", [(1, 2, 3, 4)] * 500, [0]) for number in range(1, 200)]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ends.one.flush)
         for ask in asks:
@@ -139,7 +153,7 @@ async def test_messages_arrive_in_order_also_when_the_socket_is_full(ends: Ends)
 
 async def test_a_peer_that_does_not_read_is_cut_off(ends: Ends):
     for number in range(100_000):
-        ends.one.post(Ask(number, "pull", [(1, 2, 3, 4)] * 1000))
+        ends.one.post(Ask(number, "pull", [(1, 2, 3, 4)] * 1000, [0]))
         if not ends.one.is_open:
             return
     raise AssertionError("everything was kept")

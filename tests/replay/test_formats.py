@@ -69,7 +69,7 @@ def test_a_format_is_told_by_content_plain_or_gzip(tmp_path, line, name):
 def test_an_unknown_format_is_named_with_the_known_ones(tmp_path, line, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         recognise(write(tmp_path, "", line))
-    assert "mooncake, qwen-bailian, ragpulse, weka, azure" in str(caught.value)
+    assert "mooncake, qwen-bailian, ragpulse, weka, dpurt-recording, azure" in str(caught.value)
 
 
 @pytest.mark.parametrize(

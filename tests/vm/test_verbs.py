@@ -49,7 +49,7 @@ Tamper = Callable[[list[Run]], Awaitable[list[Run]]]
 def make(limits: VerbsLimits | None = None, *, has_windows: bool = True) -> Callable[..., VerbsFabric]:
     device = find("rxe0")
     device = replace(device, limits=replace(device.limits, has_windows=has_windows))
-    return lambda access: VerbsFabric(access, device, limits=limits)
+    return lambda access: VerbsFabric(access, [device], limits=limits)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -92,9 +92,11 @@ async def opened(rig: Rig, tamper: Tamper | None = None, *, times: int = 1) -> V
 
     async def granted(*arguments):  # type: ignore[no-untyped-def]
         nonlocal left
-        runs = await original(*arguments)
+        granted = await original(*arguments)
         left -= 1
-        return runs if tamper is None or left < 0 else await tamper(runs)
+        if tamper is None or left < 0:
+            return granted
+        return {lane: await tamper(runs) for lane, runs in granted.items()}
 
     host._granted = granted
     return host
@@ -193,8 +195,8 @@ async def test_one_hosts_key_is_no_use_to_another():
             await release.wait()
             return runs
 
-        async def take(runs: list[Run]) -> list[Run]:
-            return list(stolen)
+        async def lend_to_bob() -> dict[int, list[Run]]:
+            return {0: list(stolen)}
 
         alice = await opened(rig, lend)
         bob = await rig.open(BOB)
@@ -202,7 +204,7 @@ async def test_one_hosts_key_is_no_use_to_another():
             nursery.start_soon(alice.store, [piece(ALICE_INBOUND, 0, 100, fill=1)], soon())
             await lent.wait()
             original = bob._granted
-            bob._granted = lambda *a: take([])  # type: ignore[attr-defined]
+            bob._granted = lambda *a: lend_to_bob()  # type: ignore[attr-defined]
             with pytest.raises(FabricError, match="remote_"):
                 await bob.store([piece(BOB_INBOUND, 0, 100, fill=2)], soon())
             bob._granted = original  # type: ignore[attr-defined]
@@ -223,7 +225,7 @@ async def test_transfers_under_way_survive_a_broken_queue_pair():
             for stored in stores:
                 nursery.start_soon(host.store, [stored], soon())
             await trio.sleep(0.05)
-            host._queue_pair.fail("by this test")
+            host.lanes.lanes[0].queue_pair.fail("by this test")
         assert b"".join(got.local for got in pieces) == rig.bytes(SHARED, 0, 4 << 20)
         assert rig.bytes(ALICE_INBOUND, 0, 2 << 20) == b"".join(bytes(stored.local) for stored in stores)
         await host.aclose()
@@ -250,8 +252,10 @@ async def test_a_host_killed_at_any_step_leaves_nothing_begun(op: str, after: fl
             host.process.kill()
             await rig.until_closed(ALICE)
             await rig.access.idle()
-        assert rig.fabric.adapter.stats.queue_pairs == 0
-        assert rig.fabric.adapter.stats.windows == 0
+        [rail] = rig.fabric.rails.values()
+        assert rail.adapter.stats.queue_pairs == 0
+        assert rail.adapter.stats.windows == 0
+        assert rail.stats.lanes == 0
 
 
 async def push_somehow(rig: Rig, number: int) -> None:

@@ -1,0 +1,581 @@
+"""Conversations return: what each block is worth keeping or fetching for the next of them. A predictor and an outlook.
+
+Theory of operation. A *stream* is one conversation: the chain of blocks of its last request. It is *running* from its
+arrival to its end, then *idle* until a request continues it; that request makes a new stream in its place. At any time
+a stream has a chance of being continued within the next `window_s` (`dpurt.core.return_model`). A block's worth is the
+sum of the chances of the streams it is part of, plus what new conversations on popular branches ask for, plus one for
+each request under way that has not read it yet. So a block of many conversations is worth more, one whose conversation
+has just arrived is worth little once read, as it cannot be asked for again soon, and one in the dead time after a turn
+may leave.
+
+Worths are computed for all blocks at once, with numpy, at most every `LOOK_S`: (row of a block, slot of a stream) pairs
+are kept in two flat arrays, and worth is one weighted count over them. A row is a block's place in the arrays. Pairs of
+ended streams are weeded out when they are half of all. Within a stream heads are worth slightly more than tails, so that
+what is missing at an arrival is at the end, where its load is soonest ahead of its use; the last block of a chain, which
+is often partial and changes, counts for as often as it was seen again.
+
+As an `Outlook` it answers `worth`, and is told what is resident (`came`, `left`). As a `Predictor` it looks around every
+`LOOK_S` and predicts absent blocks, as long as each is worth more than the block which would have to leave for it by
+`MARGIN`; no more in a look than `GROWTH` times what landed since the last one, since more cannot be fetched. With
+`fetches` false it is an outlook only.
+
+A request continues the stream that last held the last block it matched, if it matched all of it but its last two
+blocks, or the better half (a conversation that was compacted); otherwise it begins a new one. A pause inside a request
+is an idle time, its resumption a return, of which nothing is learned.
+
+Memory: 64 bytes a block and 8 a pair; at most `max_streams` streams, those least likely to return are dropped first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpurt.core.events import (
+    NOBODY,
+    Arrived,
+    Consumed,
+    Dropped,
+    Event,
+    Finished,
+    Owner,
+    Paused,
+    Resumed,
+    SequenceGone,
+    Staged,
+    Stored,
+)
+from dpurt.core.predictor import Prediction
+from dpurt.core.return_model import (
+    AGE_EDGES,
+    NUM_AGES,
+    Forest,
+    ReturnModel,
+    Running,
+    Traits,
+    stop_code,
+)
+
+__all__ = ["Returns"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+HEAD_LEAD = 0.02  # of a stream's worth, from its head to its tail
+RUNNING, IDLE, DEAD = 1, 2, 0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One conversation, while it lives. `rows` are its blocks' in prefix order; `gaps` those before its turns."""
+
+    slot: int
+    sequence: int
+    owner: Owner
+    rows: list[int]
+    matched: int
+    depth: int
+    came_at: float
+    cursor: int = 0
+    ended_at: float = 0.0
+    stop: int = 0  # the last known of its conversation
+    gaps: tuple[float, ...] = ()
+    log_gap_sum: float = 0.0
+    ran_s: float = 0.0
+    teaches: bool = True  # not in a pause
+
+
+class _Rows:
+    """Dense numbers for blocks, and what is known of each."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+        self.block: Ints = np.zeros(1024, np.int64)
+        self.resident = np.zeros(1024, np.int32)
+        self.ahead = np.zeros(1024, np.int32)  # requests under way that have not read it
+        self.popular: Floats = np.zeros(1024)
+        self.exists = np.zeros(1024, np.bool_)  # on some tier of ours
+        self.latest: list[_Stream | None] = []  # the stream that held it last
+        self._free: list[int] = []
+
+    def get(self, block: int) -> int:
+        """The block's row, a new one if need be."""
+        row = self.of.get(block)
+        if row is None:
+            row = self.of[block] = self._free.pop() if self._free else self._grown()
+            self.block[row] = block
+            self.exists[row] = True
+        return row
+
+    def forget(self, row: int) -> None:
+        """The row may be another block's from now on."""
+        del self.of[int(self.block[row])]
+        self.resident[row] = self.ahead[row] = 0
+        self.popular[row] = 0.0
+        self.latest[row] = None
+        self._free.append(row)
+
+    def __len__(self) -> int:
+        return len(self.latest)
+
+    def _grown(self) -> int:
+        row = len(self.latest)
+        self.latest.append(None)
+        if row == len(self.block):
+            for name in ("block", "resident", "ahead", "popular", "exists"):
+                array = getattr(self, name)
+                setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        return row
+
+
+class _Pairs:
+    """Which blocks are part of which streams, with which weight. Three flat arrays and how much of them is used."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.row: Ints = np.zeros(4096, np.int64)
+        self.slot: Ints = np.zeros(4096, np.int64)
+        self.weight: Floats = np.zeros(4096)
+
+    def add(self, rows: Sequence[int], slot: int, weights: Floats) -> None:
+        end = self.used + len(rows)
+        while end > len(self.row):
+            for name in ("row", "slot", "weight"):
+                array = getattr(self, name)
+                setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self.row[self.used : end] = rows
+        self.slot[self.used : end] = slot
+        self.weight[self.used : end] = weights
+        self.used = end
+
+    def keep(self, is_kept: NDArray[np.bool_]) -> None:
+        """Weed out the others."""
+        kept = np.flatnonzero(is_kept)
+        for array in (self.row, self.slot, self.weight):
+            array[: len(kept)] = array[kept]
+        self.used = len(kept)
+
+    def totals(self, of_slot: Floats, num_rows: int) -> Floats:
+        """By row, the weighted sum over its streams."""
+        used = slice(0, self.used)
+        weights = of_slot[self.slot[used]] * self.weight[used]
+        return np.bincount(self.row[used], weights, minlength=num_rows).astype(float)
+
+
+class _Slots:
+    """Per stream, what is computed for all at once."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.state = np.zeros(num_slots, np.int8)
+        self.since: Floats = np.zeros(num_slots)
+        self.risk: Floats = np.zeros((num_slots, NUM_AGES + 1))  # cumulative hazard at AGE_EDGES
+        self.hazards: Floats = np.zeros((num_slots, NUM_AGES))
+        self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
+        self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
+        self.learned: Ints = np.zeros(num_slots, np.int64)  # age bins whose exposure is booked
+        self.stop: Ints = np.zeros(num_slots, np.int64)
+        self.chance: Floats = np.zeros(num_slots)  # of a return within the window, as last computed
+
+
+class Returns:
+    """See the module's docstring. One owner task; not thread-safe."""
+
+    name = "cross_request"
+    interests = frozenset(
+        {Arrived, Consumed, Stored, Paused, Resumed, Finished, SequenceGone, Staged, Dropped}
+    )
+    LOOK_S = 1.0
+    MARGIN = 1.5
+    GROWTH = 2
+    MIN_REACH, MAX_REACH = 16, 1024
+    FLOOR = 0.002  # worth below which nothing is fetched, even into free room
+    LASTING = 12  # windows a fetched block is taken to stay: what is not used then was useless
+    FULL_S = 5.0  # after its policy last asked what to evict, staging is taken to be full
+    REFIT_S = 15.0
+    POPULAR_S = 600.0  # how long a new conversation on a branch speaks for more of them
+
+    def __init__(
+        self,
+        prior: Forest | None = None,
+        window_s: float = 10.0,
+        max_streams: int = 16_384,
+        *,
+        fetches: bool = True,
+    ) -> None:
+        if window_s <= 0 or max_streams < 64:
+            raise ValueError("window_s must be > 0 and max_streams >= 64")
+        self.window_s = window_s
+        self._fetches = fetches
+        self._model = ReturnModel(prior)
+        self._running_model = Running(window_s)
+        self._rows = _Rows()
+        self._pairs = _Pairs()
+        self._live_pairs = 0
+        self._slots = _Slots(max_streams)
+        self._free_slots = list(range(max_streams - 1, -1, -1))
+        self._streams: dict[int, _Stream] = {}  # by slot
+        self._of_sequence: dict[int, _Stream] = {}
+        self._tails = [8.0, 4.0]  # last blocks of continued chains, and those seen again
+        self._worth: Floats = np.zeros(0)
+        self._worth_at = -math.inf
+        self._refit_at = -math.inf
+        self._asked_at = -math.inf
+        self._look_at: float | None = None
+        self._reach = self.MIN_REACH
+        self._landed = 0
+        self._popular_from = 0.0
+
+    # --- the outlook
+
+    def came(self, block: int) -> None:
+        row = self._rows.get(block)
+        self._rows.resident[row] += 1
+
+    def left(self, block: int) -> None:
+        row = self._rows.of.get(block)
+        if row is not None:
+            self._rows.resident[row] -= 1
+
+    def worth(self, blocks: Sequence[int], now: float) -> Floats:
+        self._refresh(now)
+        self._asked_at = now
+        self._grow_worth()
+        known = np.fromiter(map(self._rows.of.get, blocks, repeat(-1)), np.int64, len(blocks))
+        return np.where(known < 0, 0.0, self._worths(known))
+
+    # --- the predictor
+
+    def observe(self, event: Event, now: float) -> None:
+        match event:
+            case Arrived(sequence, owner, blocks):
+                self._arrived(sequence, owner, blocks, now)
+            case Consumed(sequence, first, count) if sequence in self._of_sequence:
+                self._pass(self._of_sequence[sequence], first + count)
+            case Stored(sequence, blocks) if sequence in self._of_sequence:
+                rows = [self._rows.get(block) for block in blocks]
+                self._append(self._of_sequence[sequence], rows, self._tails[1] / self._tails[0])
+            case Finished(sequence, reason) if sequence in self._of_sequence:
+                self._finished(self._of_sequence.pop(sequence), reason, now)
+            case SequenceGone(sequence) if sequence in self._of_sequence:
+                self._end(self._of_sequence[sequence])
+            case Paused(sequence) if sequence in self._of_sequence:
+                self._paused(self._of_sequence[sequence], now)
+            case Resumed(sequence) if sequence in self._of_sequence:
+                self._resumed(self._of_sequence[sequence], now)
+            case Staged():
+                self._landed += 1
+            case Dropped(block):
+                self._dropped(block)
+            case _:
+                pass
+
+    def predict(self, now: float) -> list[Prediction]:
+        if self._look_at is None or now < self._look_at:
+            return []
+        if not self._streams:
+            self._look_at = None
+            return []
+        self._look_at = now + self.LOOK_S
+        self._refresh(now)
+        self._reach = min(self.MAX_REACH, max(self.MIN_REACH, self.GROWTH * self._landed + 8))
+        self._landed = 0
+        is_full = now - self._asked_at <= self.FULL_S
+        return [self._prediction(row, now) for row in self._wanted(is_full).tolist()]
+
+    def next_wakeup(self) -> float | None:
+        return self._look_at
+
+    # --- streams
+
+    def _arrived(self, sequence: int, owner: Owner, blocks: tuple[int, ...], now: float) -> None:
+        if sequence in self._of_sequence:  # its prompt grew
+            self._end(self._of_sequence[sequence])
+        rows = [self._rows.get(block) for block in blocks]
+        parent = self._parent(rows)
+        stream = self._begin(sequence, owner, rows, now)
+        if parent is not None:
+            self._continue(parent, stream, now)
+        else:
+            self._branch(rows, now)
+        self._of_sequence[sequence] = stream
+        self._slots.chance[stream.slot] = self._chances(np.array([stream.slot]), now)[0]
+        self._append(stream, rows)
+        self._rows.ahead[rows] += 1
+        if self._look_at is None and self._fetches:
+            self._look_at = now + self.LOOK_S
+
+    def _begin(self, sequence: int, owner: Owner, rows: Sequence[int], now: float) -> _Stream:
+        if not self._free_slots:
+            self._shed(now)
+        slot = self._free_slots.pop()
+        slots = self._slots
+        slots.state[slot], slots.since[slot], slots.stop[slot], slots.chance[slot] = RUNNING, now, 0, 0.0
+        stream = self._streams[slot] = _Stream(slot, sequence, owner, [], len(rows), 1, now)
+        return stream
+
+    def _parent(self, rows: Sequence[int]) -> _Stream | None:
+        """The stream these matched blocks continue."""
+        if not rows:
+            return None
+        stream = self._rows.latest[rows[-1]]
+        if stream is None or self._streams.get(stream.slot) is not stream:
+            return None
+        held = len(stream.rows)
+        if len(rows) > held or stream.rows[len(rows) - 1] != rows[-1]:
+            return None
+        is_most = len(rows) >= max(2, held - 2) or (held >= 8 and 2 * len(rows) >= held)
+        return stream if is_most else None
+
+    def _continue(self, parent: _Stream, stream: _Stream, now: float) -> None:
+        slots = self._slots
+        gap = max(0.0, now - parent.ended_at)
+        if slots.state[parent.slot] == IDLE:
+            self._book_return(parent, gap, now)
+        else:
+            gap, parent.ran_s = 0.0, now - parent.came_at
+            self._running_model.finished(parent.stop, parent.ran_s)
+        self._running_model.returned(parent.stop, parent.ran_s, gap)
+        is_whole = stream.matched >= len(parent.rows)
+        self._tails[0] += 1
+        self._tails[1] += is_whole
+        stream.depth = parent.depth + 1
+        stream.gaps = (gap, *parent.gaps[:1])
+        stream.log_gap_sum = parent.log_gap_sum + math.log(gap + 0.5)
+        stream.stop = parent.stop
+        slots.stop[stream.slot] = parent.stop
+        self._end(parent)
+
+    def _book_return(self, parent: _Stream, gap: float, now: float) -> None:
+        if not parent.teaches:
+            return
+        self._book_exposure(np.array([parent.slot]), now)
+        age = min(NUM_AGES - 1, int(np.searchsorted(AGE_EDGES, gap, side="right")) - 1)
+        if gap < AGE_EDGES[-1]:
+            slot = np.array([parent.slot])
+            into = gap - AGE_EDGES[age]
+            self._expose(slot, np.array([age]), np.array([into]))
+            self._model.returned(int(self._slots.row[parent.slot]), age)
+
+    def _branch(self, rows: Sequence[int], now: float) -> None:
+        """A new conversation began with these blocks: others may."""
+        if now - self._popular_from > 20 * self.POPULAR_S:
+            self._rows.popular *= math.exp((self._popular_from - now) / self.POPULAR_S)
+            self._popular_from = now
+        self._rows.popular[rows] += math.exp((now - self._popular_from) / self.POPULAR_S)
+
+    def _expect(self, stream: _Stream, chance: float) -> None:
+        """Its blocks' worths follow at once; all that age changes follows with the next refresh."""
+        slots, slot = self._slots, stream.slot
+        self._grow_worth()
+        self._worth[stream.rows] += chance - slots.chance[slot]
+        slots.chance[slot] = chance
+
+    def _append(self, stream: _Stream, rows: list[int], tail: float = 1.0) -> None:
+        """Blocks that follow the stream's; the last of them counts for `tail`."""
+        if not rows:
+            return
+        latest = self._rows.latest
+        for row in rows:
+            latest[row] = stream
+        self._rows.exists[rows] = True
+        first = len(stream.rows)
+        stream.rows += rows
+        end = len(stream.rows)
+        weights = 1.0 - HEAD_LEAD * np.arange(first, end) / max(64, end)
+        weights[-1] *= tail
+        self._pairs.add(rows, stream.slot, weights)
+        self._live_pairs += len(rows)
+        self._grow_worth()
+        self._worth[rows] += self._slots.chance[stream.slot]
+
+    def _pass(self, stream: _Stream, cursor: int) -> None:
+        """The request under way has read its blocks before the cursor, or will not."""
+        end = min(cursor, stream.matched)
+        for row in stream.rows[stream.cursor : end]:
+            self._rows.ahead[row] -= 1
+        stream.cursor = max(stream.cursor, end)
+
+    def _finished(self, stream: _Stream, reason: str, now: float) -> None:
+        self._pass(stream, len(stream.rows))
+        stream.ran_s = now - stream.came_at
+        self._running_model.finished(stream.stop, stream.ran_s)
+        stream.stop = stop_code(reason) or stream.stop
+        self._rest(stream, stop_code(reason), now)
+
+    def _rest(self, stream: _Stream, stop: int, now: float) -> None:
+        """From now on it is idle, with the hazards of its traits."""
+        slots, slot = self._slots, stream.slot
+        turns = stream.depth - 1
+        traits = Traits(
+            stop,
+            stream.ran_s,
+            len(stream.rows) - stream.matched,
+            len(stream.rows),
+            stream.depth,
+            stream.gaps[0] if stream.gaps else -1.0,
+            stream.gaps[1] if len(stream.gaps) > 1 else -1.0,
+            math.exp(stream.log_gap_sum / turns) if turns else -1.0,
+        )
+        row, prior = self._model.row(traits), self._model.prior_hazards(traits)
+        hazards = prior * self._model.factors(row)
+        slots.state[slot], slots.since[slot], slots.learned[slot] = IDLE, now, 0
+        slots.hazards[slot], slots.prior[slot], slots.row[slot] = hazards, prior, row
+        slots.risk[slot, 1:] = np.cumsum(hazards * np.diff(AGE_EDGES))
+        slots.stop[slot] = stream.stop
+        stream.ended_at = now
+        self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
+
+    def _paused(self, stream: _Stream, now: float) -> None:
+        stream.ran_s, stream.teaches = now - stream.came_at, False
+        self._rest(stream, stop_code("tool_use"), now)
+        self._slots.learned[stream.slot] = NUM_AGES
+
+    def _resumed(self, stream: _Stream, now: float) -> None:
+        stream.teaches = True
+        slots, slot = self._slots, stream.slot
+        slots.state[slot], slots.since[slot] = RUNNING, now
+        self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
+
+    def _end(self, stream: _Stream) -> None:
+        """Nobody will continue it: its pairs count for nothing, and go with the next weeding."""
+        self._pass(stream, len(stream.rows))
+        self._expect(stream, 0.0)
+        self._slots.state[stream.slot] = DEAD
+        self._live_pairs -= len(stream.rows)
+        del self._streams[stream.slot]
+        if self._of_sequence.get(stream.sequence) is stream:
+            del self._of_sequence[stream.sequence]
+
+    def _shed(self, now: float) -> None:
+        """Make room: weed, and if that frees no slot drop the idle streams least likely to return."""
+        idle = np.flatnonzero(self._slots.state == IDLE)
+        worst = idle[np.argsort(self._chances(idle, now), kind="stable")][: max(1, len(idle) // 8)]
+        for slot in worst.tolist():
+            self._end(self._streams[slot])
+        self._weed()
+        if not self._free_slots:  # all run: the oldest are given up
+            for slot in list(self._streams)[: len(self._streams) // 8]:
+                self._end(self._streams[slot])
+            self._weed()
+
+    def _weed(self) -> None:
+        """Forget pairs of dead streams, free their slots, and the rows of blocks nobody speaks of."""
+        pairs, slots, rows = self._pairs, self._slots, self._rows
+        pairs.keep(slots.state[pairs.slot[: pairs.used]] != DEAD)
+        free = np.flatnonzero(slots.state == DEAD)
+        self._free_slots = free[::-1].tolist()
+        is_used = np.zeros(len(rows), np.bool_)
+        is_used[pairs.row[: pairs.used]] = True
+        is_used |= (rows.resident[: len(rows)] > 0) | (rows.ahead[: len(rows)] > 0)
+        for row in [row for row in rows.of.values() if not is_used[row]]:
+            rows.forget(row)
+        self._worth_at = -math.inf
+
+    def _dropped(self, block: int) -> None:
+        """No tier has it: nothing to fetch, until it is stored again."""
+        row = self._rows.of.get(block)
+        if row is not None:
+            self._rows.exists[row] = False
+
+    # --- worths
+
+    def _refresh(self, now: float) -> None:
+        if now - self._worth_at < self.LOOK_S:
+            return
+        self._book_exposure(np.flatnonzero(self._slots.state == IDLE), now)
+        if now - self._refit_at >= self.REFIT_S:
+            self._refit_at = now
+            self._model.refit()
+        if self._pairs.used - self._live_pairs > self._pairs.used // 2 + 1024:
+            self._weed()
+        num_rows = len(self._rows)
+        live = np.flatnonzero(self._slots.state != DEAD)
+        self._slots.chance[live] = self._chances(live, now)
+        share = self.window_s / self.POPULAR_S * math.exp((self._popular_from - now) / self.POPULAR_S)
+        self._grow_worth()
+        self._worth[:num_rows] = self._pairs.totals(self._slots.chance, num_rows)
+        self._worth[:num_rows] += share * self._rows.popular[:num_rows]
+        self._worth_at = now
+
+    def _grow_worth(self) -> None:
+        missing = len(self._rows.block) - len(self._worth)
+        if missing:
+            self._worth = np.concatenate([self._worth, np.zeros(missing)])
+
+    def _worths(self, rows: Ints) -> Floats:
+        """As of the last refresh, but for streams that came or ended and blocks that were read since."""
+        ahead, exists = self._rows.ahead[rows], self._rows.exists[rows]
+        return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
+
+    def _chances(self, live: Ints, now: float) -> Floats:
+        """Of a return within the window, for these slots of running and idle streams."""
+        slots = self._slots
+        ages = np.maximum(0.0, now - slots.since[live])
+        is_idle = slots.state[live] == IDLE
+        chances = np.empty(len(live))
+        idle, age = live[is_idle], ages[is_idle]
+        chances[is_idle] = -np.expm1(self._risk(idle, age) - self._risk(idle, age + self.window_s))
+        chances[~is_idle] = self._running_model.probability(slots.stop[live[~is_idle]], ages[~is_idle])
+        return chances
+
+    def _risk(self, slots: Ints, ages: Floats) -> Floats:
+        """Cumulative hazards, linear between the edges."""
+        age_bin = np.minimum(np.searchsorted(AGE_EDGES, ages, side="right") - 1, NUM_AGES - 1)
+        into = np.minimum(ages - AGE_EDGES[age_bin], AGE_EDGES[age_bin + 1] - AGE_EDGES[age_bin])
+        return np.asarray(self._slots.risk[slots, age_bin] + into * self._slots.hazards[slots, age_bin])
+
+    def _book_exposure(self, idle: Ints, now: float) -> None:
+        """Idle streams that grew out of an age bin since the last time teach that they did not return in it."""
+        slots = self._slots
+        ages = now - slots.since[idle]
+        reached = np.minimum(np.searchsorted(AGE_EDGES, ages, side="right") - 1, NUM_AGES)
+        grown = np.flatnonzero(reached > slots.learned[idle])
+        if not len(grown):
+            return
+        num_bins = (reached - slots.learned[idle])[grown]
+        which = np.repeat(idle[grown], num_bins)
+        offsets = np.arange(len(which)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
+        age_bins = slots.learned[which] + offsets
+        self._expose(which, age_bins, np.diff(AGE_EDGES)[age_bins])
+        slots.learned[idle[grown]] = reached[grown]
+        for slot in idle[grown[reached[grown] == NUM_AGES]].tolist():
+            self._end(self._streams[slot])
+
+    def _expose(self, which: Ints, ages: Ints, seconds: Floats) -> None:
+        slots = self._slots
+        self._model.expose(slots.row[which], ages, slots.prior[which, ages] * seconds)
+
+    # --- predictions
+
+    def _wanted(self, is_full: bool) -> Ints:
+        """Rows worth fetching, the best first: in a full staging each worth more, by a margin, than the resident one it
+        would push out."""
+        self._grow_worth()
+        worth = self._worths(np.arange(len(self._rows)))
+        resident = self._rows.resident[: len(worth)] > 0
+        absent = np.flatnonzero(~resident & (worth > self.FLOOR))
+        if len(absent) > self._reach:
+            absent = absent[np.argpartition(-worth[absent], self._reach)[: self._reach]]
+        best = absent[np.argsort(-worth[absent], kind="stable")]
+        if not is_full:
+            return best
+        kept = worth[resident]
+        num_compared = min(len(best), len(kept))
+        cheapest = np.sort(np.partition(kept, num_compared - 1)[:num_compared]) if num_compared else kept[:0]
+        pays = worth[best[:num_compared]] > self.MARGIN * cheapest
+        num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
+        return best[:num_worth_it]
+
+    def _prediction(self, row: int, now: float) -> Prediction:
+        worth = float(self._worths(np.array([row]))[0])
+        stream = self._rows.latest[row]
+        owner = NOBODY if stream is None else stream.owner
+        lasting = 1.0 - (1.0 - min(1.0, worth)) ** self.LASTING
+        return Prediction(
+            int(self._rows.block[row]), None, now + self.LOOK_S, lasting, self.name, None, owner, worth
+        )

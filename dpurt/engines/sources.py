@@ -1,0 +1,52 @@
+"""Where an engine publishes: one source for each of its data-parallel ranks, told by the topology or by the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from dpurt.core.host_tiers import MAX_INSTANCES
+from dpurt.errors import RemoteProtocolError
+
+_ANY = frozenset({"*", "0" + ".0.0.0", "[::]", "::", ""})  # an address to listen on, not to go to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One rank's sockets. Without `replay` what is lost stays lost."""
+
+    rank: int
+    events: str
+    replay: str | None = None
+    topic: str = ""
+    block_tokens: int | None = None
+
+
+def from_here(endpoint: str, host: str) -> str:
+    """An endpoint as it can be connected to: one that listens everywhere is at `host`."""
+    scheme, _, rest = endpoint.partition("://")
+    where, _, port = rest.rpartition(":")
+    return f"tcp://{host}:{port}" if scheme == "tcp" and where in _ANY else endpoint
+
+
+def checked(found: Iterable[Source]) -> list[Source]:
+    """The sources in order of rank. RemoteProtocolError for what is no endpoint, or too many."""
+    sources = sorted(found, key=lambda source: source.rank)
+    if len(sources) > MAX_INSTANCES:
+        raise RemoteProtocolError(
+            "malformed", f"{len(sources)} ranks are more than the {MAX_INSTANCES} an index has room for"
+        )
+    for source in sources:
+        for endpoint in (source.events, source.replay):
+            if endpoint is not None and not _is_endpoint(endpoint):
+                raise RemoteProtocolError("malformed", f"{endpoint!r} is no endpoint to connect to")
+    return sources
+
+
+def _is_endpoint(endpoint: str) -> bool:
+    url = urlsplit(endpoint)
+    try:
+        return url.scheme == "ipc" or (url.scheme == "tcp" and bool(url.hostname) and bool(url.port))
+    except ValueError:
+        return False

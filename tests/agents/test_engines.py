@@ -1,0 +1,213 @@
+"""The engines agent against publishers with real sockets: loss, replay, restart, discovery, silence."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+import trio
+
+from dpurt.agents import engines
+from dpurt.agents.engines import BlockShape, EnginesAgent, root_name
+from dpurt.config import EngineConfig
+from dpurt.transport import ZmqSocket, http, open_context
+
+BLOCK = 4
+SHAPES = {"s": BlockShape(BLOCK, 4), "s-adapter": BlockShape(BLOCK, 4)}
+
+
+class FakeEngine:
+    """A publisher as engines have it: a PUB socket, and a ROUTER that replays what it kept."""
+
+    def __init__(self, folder: Path, name: str = "e") -> None:
+        self.events, self.replay = f"ipc://{folder}/{name}.pub", f"ipc://{folder}/{name}.replay"
+        self.sent: list[list[bytes]] = []
+        self.ts = 0.0
+        self.replays = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[FakeEngine]:
+        with (
+            open_context() as context,
+            ZmqSocket(context, "PUB") as self.pub,
+            ZmqSocket(context, "ROUTER") as router,
+        ):
+            self.sent, self.ts = [], self.ts + 100.0
+            self.pub.bind(self.events)
+            router.bind(self.replay)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._serve, router)
+                yield self
+                nursery.cancel_scope.cancel()
+
+    async def _serve(self, router: ZmqSocket) -> None:
+        while True:
+            who, _, start = await router.recv()
+            self.replays += 1
+            for frames in self.sent[int.from_bytes(start, "big") :]:
+                await router.send([who, b"", *frames])
+            await router.send([who, b"", b"", b"\xff" * 8, b""])
+
+    def make(self, *events: Any) -> list[bytes]:
+        """A message that does not arrive."""
+        self.ts += 1.0
+        payload = msgspec.msgpack.encode([self.ts, list(events), 0])
+        self.sent.append([b"", len(self.sent).to_bytes(8, "big"), payload])
+        return self.sent[-1]
+
+    async def publish(self, *events: Any) -> None:
+        await self.pub.send(self.make(*events))
+
+
+def stored(*tokens: int, **fields: Any) -> dict[str, Any]:
+    """One block of a prompt of its own."""
+    return {
+        "type": "BlockStored", "block_hashes": [hash(tokens) & 0xFFFF], "parent_block_hash": None,
+        "token_ids": list(tokens), "block_size": BLOCK, "lora_id": None, "medium": "GPU", **fields,
+    }  # fmt: skip
+
+
+def config(name: str = "e", **fields: Any) -> EngineConfig:
+    return msgspec.convert({"name": name, "kind": "vllm", "space": "s", **fields}, EngineConfig)
+
+
+@asynccontextmanager
+async def following(*configs: EngineConfig) -> AsyncIterator[EnginesAgent]:
+    agent = EnginesAgent(tuple(configs), SHAPES)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(agent.run)
+            yield agent
+            nursery.cancel_scope.cancel()
+
+
+def holders(agent: EnginesAgent, *tokens: int, space: str = "s") -> list[str]:
+    prompt = b"".join(token.to_bytes(4, "little") for token in tokens)
+    held = agent.tiers.held(agent.tiers.root(root_name(space, BLOCK)), prompt, 4 * BLOCK, 64)
+    return [rank.name for rank in agent.ranks.values() if held.hbm[rank.number]]
+
+
+async def until_held(agent: EnginesAgent, *tokens: int, by: Sequence[str] = ("e",), space: str = "s") -> None:
+    while holders(agent, *tokens, space=space) != list(by):  # noqa: ASYNC110
+        await trio.sleep(0.005)
+
+
+async def test_what_was_published_before_we_came_while_we_listened_and_lost_is_all_known(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(tmp_path)
+    async with engine.running():
+        engine.make(stored(1, 1, 1, 1))
+        async with following(config(events=[engine.events], replay=[engine.replay])) as agent:
+            await until_held(agent, 1, 1, 1, 1)
+            engine.make(stored(2, 2, 2, 2))  # lost
+            while not holders(agent, 3, 3, 3, 3):
+                await engine.publish(stored(3, 3, 3, 3))  # the subscription takes a moment
+                await trio.sleep(0.01)
+            await until_held(agent, 2, 2, 2, 2)
+            stats = agent.ranks["e", 0].core.stats
+            assert (stats.gaps, stats.lost) == (1, 0)
+
+
+async def test_a_restarted_engine_holds_nothing_of_what_its_former_process_did(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path)
+    async with following(config(events=[engine.events], replay=[engine.replay])) as agent:
+        async with engine.running():
+            engine.make(stored(1, 1, 1, 1))
+            await until_held(agent, 1, 1, 1, 1)
+        async with engine.running():
+            while not holders(agent, 2, 2, 2, 2):
+                await engine.publish(stored(2, 2, 2, 2))
+                await trio.sleep(0.01)
+            await until_held(agent, 1, 1, 1, 1, by=())
+        assert agent.ranks["e", 0].core.stats.generations == 1
+
+
+async def test_ranks_are_instances_of_their_own_and_adapters_have_their_own_space(tmp_path: Path) -> None:
+    both = [FakeEngine(tmp_path, f"e{i}") for i in range(2)]
+    ranks = config(events=[e.events for e in both], replay=[e.replay for e in both], loras={"a": "s-adapter"})
+    async with both[0].running(), both[1].running(), following(ranks) as agent:
+        both[0].make(stored(1, 1, 1, 1))
+        both[1].make(stored(2, 2, 2, 2), stored(3, 3, 3, 3, lora_name="a"))
+        await until_held(agent, 1, 1, 1, 1, by=["e/0"])
+        await until_held(agent, 2, 2, 2, 2, by=["e/1"])
+        assert holders(agent, 3, 3, 3, 3) == []
+        await until_held(agent, 3, 3, 3, 3, by=["e/1"], space="s-adapter")
+
+
+async def serve_http(body: bytes, paths: list[str]) -> Any:
+    async def answer(stream: trio.SocketStream) -> None:
+        async with stream:
+            paths.append((await http.read_request(stream, 1000)).path)
+            await stream.send_all(http.response(200, body))
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["vllm", "vllm-0.33", "sglang"])
+async def test_an_engine_is_asked_where_its_ranks_publish(tmp_path: Path, kind: str) -> None:
+    engine, paths = FakeEngine(tmp_path), list[str]()
+    with open_context() as context, ZmqSocket(context, "PUB") as pub, ZmqSocket(context, "ROUTER") as router:
+        ports = [int(socket.bind("tcp://127.0.0.1:0").rpartition(":")[2]) for socket in (pub, router)]
+        rank = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}", "topic": ""}
+        info = {
+            "endpoint_host": "*", "endpoint_port_base": ports[0], "replay_endpoint_port_base": ports[1],
+            "topic": "", "dp_size": 1, "block_size": BLOCK, "publisher": "zmq",
+        }  # fmt: skip
+        told = {
+            "vllm": [{**rank, "data_parallel_rank": 0}],
+            "vllm-0.33": {"0": rank},
+            "sglang": {"kv_events": info},
+        }
+        async with trio.open_nursery() as nursery:
+            listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            answer = await serve_http(msgspec.json.encode(told[kind]), paths)
+            nursery.start_soon(trio.serve_listeners, answer, listeners)
+            nursery.start_soon(engine._serve, router)
+            address = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+            engine.make(stored(1, 1, 1, 1))
+            async with following(config(kind=kind.split("-")[0], discovery=address)) as agent:
+                await until_held(agent, 1, 1, 1, 1)
+            nursery.cancel_scope.cancel()
+    assert paths == ["/server_info" if kind == "sglang" else "/kv_event_sources"]
+
+
+async def test_an_engine_that_cannot_be_found_is_warned_of_once_and_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "PAUSES_S", (0.01,))
+    with structlog.testing.capture_logs() as logs:
+        async with following(config(discovery="http://127.0.0.1:9")) as agent:
+            await trio.sleep(0.1)
+            assert list(agent.unfound) == ["e"]
+    assert [entry["event"] for entry in logs] == ["engine_not_found"]
+
+
+async def test_a_silent_engine_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engines, "TICK_S", 0.01)
+    monkeypatch.setattr("dpurt.engines.publisher.SILENT_S", 0.05)
+    with structlog.testing.capture_logs() as logs:
+        async with following(config(events=[f"ipc://{tmp_path}/nobody"])) as agent:
+            await trio.sleep(0.2)
+            assert agent.stats()["ranks"]["e"]["is_silent"] == 1  # type: ignore[index]
+    assert [entry["event"] for entry in logs] == ["engine_silent"]
+
+
+async def test_a_restarted_agent_goes_on_with_what_it_knew(tmp_path: Path) -> None:
+    engine = FakeEngine(tmp_path)
+    agent = EnginesAgent((config(events=[engine.events], replay=[engine.replay]),), SHAPES)
+    async with engine.running():
+        engine.make(stored(1, 1, 1, 1))
+        for block in (1, 2):
+            with trio.fail_after(5):
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(agent.run)
+                    await until_held(agent, block, block, block, block)
+                    nursery.cancel_scope.cancel()
+            engine.make(stored(2, 2, 2, 2))
+    assert holders(agent, 1, 1, 1, 1) == ["e"]

@@ -1,0 +1,319 @@
+"""`dpurt record` on a node that serves: what it decided is decided again from the recorded completions, nothing private is in
+the file, a slow or dead disk stalls nobody, and a killed writer leaves a readable file.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import trio
+
+from dpurt.agents import recorder as recorder_module
+from dpurt.agents.recorder import RecorderAgent
+from dpurt.agents.tape import Tape, TapedPolicy, TapedView
+from dpurt.client import Client, connect
+from dpurt.client.admin import ask
+from dpurt.core.eviction import make_policy
+from dpurt.core.identity import ROOT_KEY, chain_keys
+from dpurt.errors import ConfigError, RemoteProtocolError
+from dpurt.node import Node
+from dpurt.replay.decisions import verify
+from dpurt.replay.lint import lint
+from dpurt.replay.recorded import figures_of
+from dpurt.replay.recording import Recording, read_recording, requests_of
+from dpurt.testing.node import serving, small_config, spaces_of
+from dpurt.testing.node_steps import load, payloads, slots, statuses, tokens
+from dpurt.wire import messages as m
+from dpurt.wire import recording as r
+
+SLOTS = 12
+T = TypeVar("T")
+CHAINS = [range(10 * k + 5000, 10 * k + 5006) for k in range(5)]
+SECRET_REASON = "the-reason-nobody-may-read"
+REQUEST = "request-of-mister-x"
+
+
+def config_of(tmp_path: Path, **tables: Any) -> Any:
+    return small_config(tmp_path / "run", **{**slots(SLOTS), **tables})
+
+
+async def traffic(client: Client, rounds: int = 2) -> None:
+    """Five conversations that do not fit into staging together, and come back."""
+    for k, chain in enumerate(CHAINS):
+        await client.lookup("s", f"{REQUEST}-{k}", tokens(*chain))
+        await client.store("s", f"{REQUEST}-{k}", None, 0, payloads(*chain))
+        await client.finish(f"{REQUEST}-{k}", "end_turn")
+    for again in range(rounds):
+        for k, chain in enumerate(CHAINS):
+            assert statuses(await load(client, f"{again}-{k}", *chain)) == ["ok"] * len(chain)
+            await client.finish(f"{again}-{k}", "tool_use" if k % 2 else SECRET_REASON)
+
+
+async def live(tmp_path: Path, **tables: Any) -> Path:
+    path = tmp_path / "node.recording"
+    config = config_of(tmp_path, **tables)
+    async with serving(Node(config, record_to=path)) as node:
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            await traffic(client)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trio.run(live, tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture(scope="module")
+def recording(recorded: Path) -> Recording:
+    return read_recording(recorded)
+
+
+def test_decisions_fed_the_recorded_completions_are_equal_to_the_live_ones(recording: Recording) -> None:
+    verdict = verify(recording)
+    assert verdict.difference == ""
+    assert verdict.decisions["fetch"] > 10
+    assert verdict.decisions["victim"] > 10
+    assert verdict.ledger is not None
+    assert verdict.ledger.planned >= verdict.decisions["fetch"]
+
+
+def test_without_prefetch_the_victims_are_equal(tmp_path: Path) -> None:
+    path = trio.run(lambda: live(tmp_path, prefetch={"enabled": False}))
+    verdict = verify(read_recording(path))
+    assert verdict.difference == ""
+    assert verdict.decisions["victim"] > 10
+    assert verdict.ledger is None
+
+
+def changed(recorded: Path, path: Path, change: Callable[[list[r.Line]], None]) -> Recording:
+    """The recording with something else in its lines."""
+    recording = read_recording(recorded)
+    change(recording.lines)
+    path.write_bytes(b"".join(r.encode(line) + b"\n" for line in (recording.header, *recording.lines)))
+    return read_recording(path)
+
+
+def first(lines: list[r.Line], kind: type[T]) -> tuple[int, T]:
+    return next((at, line) for at, line in enumerate(lines) if isinstance(line, kind))
+
+
+def test_another_completion_gives_another_ledger(recorded: Path, tmp_path: Path) -> None:
+    def fail_one(lines: list[r.Line]) -> None:
+        at, staged = first(lines, r.StagedLine)
+        lines[at] = r.FailedLine(staged.now, staged.job, "error")
+
+    assert "ledger" in verify(changed(recorded, tmp_path / "r", fail_one)).difference
+
+
+def test_another_answer_of_the_tiers_gives_other_decisions(recorded: Path, tmp_path: Path) -> None:
+    def be_there(lines: list[r.Line]) -> None:
+        at = next(
+            at for at, line in enumerate(lines) if isinstance(line, r.Whereabouts) and line.where == "nvme"
+        )
+        lines[at] = r.Whereabouts(lines[at].block, "staging")  # type: ignore[union-attr]
+
+    assert not verify(changed(recorded, tmp_path / "r", be_there)).is_equal
+
+
+def test_another_order_of_use_gives_another_victim(tmp_path: Path) -> None:
+    def swap(lines: list[r.Line]) -> None:
+        inserts = [at for at, line in enumerate(lines) if isinstance(line, r.Insert)]
+        a, b = inserts[0], inserts[1]
+        lines[a], lines[b] = lines[b], lines[a]
+
+    path = trio.run(lambda: live(tmp_path, staging={**slots(SLOTS)["staging"], "eviction": "lru"}))
+    assert verify(read_recording(path)).difference == ""
+    assert "victim" in verify(changed(path, tmp_path / "r", swap)).difference
+
+
+def test_a_killed_nodes_recording_is_fed_back_as_far_as_it_goes(recorded: Path, tmp_path: Path) -> None:
+    whole = recorded.read_bytes()
+    torn = tmp_path / "torn"
+    for size in range(len(whole) // 2, len(whole), len(whole) // 23):
+        torn.write_bytes(whole[:size])
+        recording = read_recording(torn)
+        assert not recording.is_whole
+        assert verify(recording).difference == ""
+        assert lint(torn) == []
+
+
+def test_the_recording_knows_what_hosts_asked_for(recording: Recording) -> None:
+    recorded = figures_of(recording)
+    assert recorded.references == 6 * 5 * 3
+    assert recorded.staging + recorded.in_flight + recorded.nvme == 6 * 5 * 2
+    requests = requests_of(recording)
+    assert len(requests) == 15
+    assert {request.blocks for request in requests[:5]} == {request.blocks for request in requests[5:10]}
+
+
+def test_there_is_no_token_key_name_or_request_id_in_the_file(recorded: Path, tmp_path: Path) -> None:
+    assert lint(recorded) == []
+    text = recorded.read_bytes()
+    space = config_of(tmp_path).to_space("s")
+    step = space.geometry.block_token_bytes
+    for chain in CHAINS:
+        words = tokens(*chain)
+        for at in range(0, len(words), step):
+            block = words[at : at + step]
+            ids = memoryview(block).cast("i").tolist()
+            for form in (block, block.hex().encode(), ",".join(map(str, ids[:3])).encode()):
+                assert form not in text
+        for key in chain_keys(space.fingerprint(), ROOT_KEY, words, step):
+            assert key.hex()[:16].encode() not in text
+    for word in (SECRET_REASON, REQUEST, "host-a", "sixteen bytes", '"m"', '"t"', "fp16"):
+        assert word.encode() not in text
+    assert oct(recorded.stat().st_mode & 0o777) == "0o600"
+
+
+async def test_two_recordings_of_the_same_blocks_have_no_hash_in_common(tmp_path: Path) -> None:
+    """Hashes are keyed with a secret of the recording, which is in no file."""
+    hashes = []
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        recording = read_recording(await live(folder))
+        hashes.append({line.hash for line in recording.lines if isinstance(line, r.Block)})
+    assert len(hashes[0]) == len(hashes[1]) == 30
+    assert not hashes[0] & hashes[1]
+
+
+async def test_a_running_node_is_recorded_on_request_and_is_as_before_afterwards(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    async with serving(Node(config)) as node:
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            await traffic(client, rounds=1)
+            path = tmp_path / "late.recording"
+            run_path = config.node.run_path
+            begun = await trio.to_thread.run_sync(ask, run_path, m.Record(path=str(path)), m.RecordReply)
+            assert not begun.is_fresh
+            assert isinstance(node.staging.slabs[0].pool._policy, TapedPolicy)
+            await traffic(client, rounds=1)
+            ended = await trio.to_thread.run_sync(ask, run_path, m.Record(), m.RecordReply)
+            assert node.prefetch.core is not None
+            assert not isinstance(node.prefetch.core.view, TapedView)
+            assert not isinstance(node.staging.slabs[0].pool._policy, TapedPolicy)
+            assert node.staging.tape is node.intake.tape is node.prefetch.tape is node.gateway.tape is None
+            node.staging.slabs[0].pool.check_integrity()
+            lines = path.read_bytes().count(b"\n") - 1
+            await traffic(client, rounds=1)
+            assert path.read_bytes().count(b"\n") - 1 == lines == ended.lines
+    recording = read_recording(path)
+    assert recording.is_whole
+    assert ended.bytes == path.stat().st_size
+    assert lint(path) == []
+    with pytest.raises(ConfigError, match="first request"):
+        verify(recording)
+
+
+async def test_only_one_recording_at_a_time_and_only_to_a_new_file(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    async with serving(Node(config, record_to=tmp_path / "one")) as node:
+
+        async def refused(request: m.Record) -> str:
+            with pytest.raises(RemoteProtocolError) as caught:
+                await trio.to_thread.run_sync(ask, config.node.run_path, request, m.RecordReply)
+            return caught.value.message
+
+        assert "under way" in await refused(m.Record(path=str(tmp_path / "two")))
+        await node.recorder.stop("asked")
+        assert "no recording" in await refused(m.Record())
+        assert "exists" in await refused(m.Record(path=str(tmp_path / "one")))
+        assert "No such file" in await refused(m.Record(path=str(tmp_path / "nowhere" / "x")))
+    assert read_recording(tmp_path / "one").is_whole
+
+
+async def test_a_disk_that_stalls_loses_lines_and_says_so_but_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    write_lines = RecorderAgent._write_lines
+
+    def stalled(self: RecorderAgent, *rest: Any) -> None:
+        go_on.wait(20)
+        write_lines(self, *rest)
+
+    monkeypatch.setattr(RecorderAgent, "_write_lines", stalled)
+    monkeypatch.setattr(Tape.__init__, "__defaults__", (200,))
+    config, path = config_of(tmp_path), tmp_path / "lossy"
+    async with serving(Node(config, record_to=path)) as node:
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            with trio.fail_after(10):
+                await traffic(client)
+            assert len(node.recorder.recording.tape._lines) < 400  # type: ignore[union-attr]
+            go_on.set()
+            with trio.fail_after(10):
+                while not node.recorder.recording.num_bytes > 5000:  # type: ignore[union-attr]  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+                await traffic(client, rounds=1)
+    recording = read_recording(path)
+    assert recording.lost > 100
+    assert recording.is_whole
+    assert lint(path) == []
+    with pytest.raises(ConfigError, match="lost lines"):
+        verify(recording)
+
+
+async def test_a_disk_that_fails_ends_the_recording_and_not_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    async with serving(Node(config, record_to=tmp_path / "full")) as node:
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+
+            def no_space(fd: int, data: object) -> int:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(recorder_module.os, "write", no_space)
+            await traffic(client, rounds=1)
+            with trio.fail_after(5):
+                while node.recorder.recording is not None:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            monkeypatch.undo()
+            assert node.recorder.status["failures"] == 1
+            assert node.staging.tape is None
+            await traffic(client, rounds=1)
+    assert lint(tmp_path / "full") == []
+
+
+async def test_a_recording_ends_when_it_is_as_large_as_it_may_be(tmp_path: Path) -> None:
+    config, path = config_of(tmp_path), tmp_path / "small"
+    node = Node(config, record_to=path)
+    async with serving(node):
+        node.recorder._max_bytes = 2000
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            await traffic(client, rounds=1)
+            with trio.fail_after(5):
+                while node.recorder.recording is not None:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            await traffic(client, rounds=1)
+    recording = read_recording(path)
+    assert isinstance(recording.lines[-1], r.End)
+    assert recording.lines[-1].why == "full"
+
+
+def test_a_taped_policy_is_the_policy(tmp_path: Path) -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.lines: list[r.PolicyLine] = []
+
+        def policy(self, line: r.PolicyLine, blocks: object) -> None:
+            self.lines.append(line)
+
+    notes = Notes()
+    plain, taped = make_policy("lru", 4), TapedPolicy(make_policy("lru", 4), 0, notes)  # type: ignore[arg-type]
+    for policy in (plain, taped):
+        for block in (1, 2, 3):
+            policy.insert(block, 0.0)
+            policy.unhold(block)
+        policy.hold(1)
+        policy.touch(iter((2, 1)), 1.0)
+        policy.remove(3, evicted=False)
+    assert (plain.victim(2.0), len(plain), plain.name) == (taped.victim(2.0), len(taped), taped.name)
+    assert notes.lines[-1] == r.Victim(0, 2.0, 2, False)
+    assert r.Touch(0, (2, 1), 1.0) in notes.lines
+    assert os.sep not in str(notes.lines)
