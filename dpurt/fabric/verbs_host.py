@@ -281,7 +281,9 @@ class VerbsEndpoint:
 
     def _all_broke(self, asked: Mapping[int, QueuePair]) -> QueuePairError:
         failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
-        return QueuePairError(self._control.peer, "closed", f"every lane that was asked for broke: {failures}")
+        return QueuePairError(
+            self._control.peer, "closed", f"every lane that was asked for broke: {failures}"
+        )
 
     async def _move(
         self,
