@@ -28,6 +28,10 @@ def endpoints(far) -> Iterator[Peers]:  # type: ignore[no-untyped-def]
         yield Peers(dial(ENDPOINTS), far.launch)
 
 
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
 @asynccontextmanager
 async def rig_of(peers: Peers) -> AsyncIterator[tuple[Rig, FarEndpoint]]:
     with trio.fail_after(150):
@@ -64,13 +68,12 @@ async def test_both_rails_carry_and_a_slow_one_carries_less(endpoints: Peers) ->
     async with rig_of(endpoints) as (rig, host):
         even = await pull(rig, host, 4)
         assert min(even) > sum(even) / 5
-        slow = ["tc", "qdisc", "add", "dev", "eth3", "root", "netem", "rate", "16mbit"]
-        subprocess.run(slow, check=True)
+        run("tc", "qdisc", "add", "dev", "eth3", "root", "netem", "rate", "16mbit")
         try:
             await pull(rig, host, 3)  # finds out
             uneven = await pull(rig, host, 4)
         finally:
-            subprocess.run(["tc", "qdisc", "del", "dev", "eth3", "root"], check=True)
+            run("tc", "qdisc", "del", "dev", "eth3", "root")
         assert uneven[1] < even[1] / 2
         assert uneven[0] > uneven[1]
 
@@ -82,14 +85,14 @@ async def test_a_rail_whose_cable_is_pulled_in_the_middle_costs_no_byte(endpoint
 
         async def pull_the_cable() -> None:
             await trio.sleep(0.3)
-            subprocess.run(["ip", "link", "set", "eth3", "down"], check=True)
+            run("ip", "link", "set", "eth3", "down")
 
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(pull_the_cable)
                 carried = await pull(rig, host, 8)
         finally:
-            subprocess.run(["ip", "link", "set", "eth3", "up"], check=True)
+            run("ip", "link", "set", "eth3", "up")
         assert sum(carried) >= 8 * SIZE
         assert trio.current_time() - began < 60
         lost = rails(rig)[1]
