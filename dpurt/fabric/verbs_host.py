@@ -291,9 +291,14 @@ class VerbsEndpoint:
 
     async def _wait(self, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         if self._closed or not any(queue_pair.is_usable for queue_pair in asked.values()):
-            failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
-            raise QueuePairError(self._control.peer, "closed", failures)
+            raise self._all_broke(asked)
         await question.changed.wait()
+
+    def _all_broke(self, asked: Mapping[int, QueuePair]) -> QueuePairError:
+        failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
+        return QueuePairError(
+            self._control.peer, "closed", f"every lane that was asked for broke: {failures}"
+        )
 
     async def _move(
         self,
@@ -325,7 +330,7 @@ class VerbsEndpoint:
                 if lane.queue_pair is asked[index] and lane.is_usable:
                     works[index] = aligned(opcode, sges_of(local[lane.adapter], spans), granted)
             if not works:
-                raise QueuePairError(self._control.peer, "closed", "every lane that was granted broke")
+                raise self._all_broke(asked)
             return await self.lanes.carry(works, None if is_pull else number, deadline)
 
     def _known(self, adapter: Adapter) -> list[Registration]:
@@ -548,7 +553,7 @@ async def connect(address: Address, session: int, token: bytes, deadline: float)
         except BaseException:
             control.close()
             raise
-    raise NodeUnavailable(where, "no answer before the deadline")
+    raise NodeUnavailable(where, "no answer, or no bytes through any rail, before the deadline")
 
 
 def paired(rails: Sequence[str], devices: Sequence[RdmaDevice]) -> list[tuple[str, RdmaDevice]]:

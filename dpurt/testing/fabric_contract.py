@@ -804,10 +804,14 @@ CASES: tuple[Case, ...] = (
 
 
 async def run_case(
-    case: Case, make_fabric: MakeFabric, traits: FabricTraits, peers: Peers | None = None
+    case: Case,
+    make_fabric: MakeFabric,
+    traits: FabricTraits,
+    peers: Peers | None = None,
+    patience_s: float = 30.0,
 ) -> None:
     """One case on a fabric of its own, in bounded time."""
-    with trio.fail_after(30):
+    with trio.fail_after(patience_s):
         async with serving(make_fabric, traits, peers) as rig:
             await case(rig)
 
