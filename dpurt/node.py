@@ -28,6 +28,7 @@ from dpurt.agents.intake import Intake
 from dpurt.agents.metrics import MetricsAgent
 from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
+from dpurt.agents.routing import RoutingAgent
 from dpurt.agents.segment_scan import StoredRecord
 from dpurt.agents.spaces import Slab, SpaceState
 from dpurt.agents.staging import StagingAgent
@@ -113,7 +114,9 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                policy = ADVICE if agent in (self.prefetch, self.engines, self.metrics) else VITAL
+                policy = (
+                    ADVICE if agent in (self.prefetch, self.engines, self.routing, self.metrics) else VITAL
+                )
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
             log.info(
@@ -190,11 +193,14 @@ class Node:
         geometries = {space.name: space.geometry for space in config.space}
         shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
         self.engines = EnginesAgent(config.engine, shapes)
+        self.routing = RoutingAgent(config.router.bind, self.engines, self.index, self.staging)
+        self.gateway.route = self.routing.route
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.engines, self.metrics,
+            self.index, self.storage, self.staging, self.prefetch, self.fabric, self.gateway, self.engines, self.routing,
+            self.metrics,
         ]  # fmt: skip
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
@@ -358,6 +364,11 @@ class Node:
             "fabrics_off": dict(self.fabric.off),
             "prefetch": self._prefetch_stats(),
             "engines": self.engines.stats(),
+            "routing": {
+                "questions": self.routing.questions,
+                "ranks": self.routing.router.stats(trio.current_time()),
+                "port": self.routing.port,
+            },
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

@@ -231,6 +231,26 @@ class BlockingClient:
             self._loop.token.run_sync_soon(self._loop.nursery.start_soon, self._client.follow, space, mirror)
         return mirror
 
+    def route(
+        self,
+        space: str,
+        tokens: bytes | memoryview,
+        *,
+        will_route: bool = True,
+        cache_salt: str = "",
+        queued_ms: Mapping[str, float] | None = None,
+        among: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> m.RouteReply:
+        """See `Client.route`."""
+        return self._run(
+            timeout_s,
+            lambda budget: self._client.route(
+                space, tokens, will_route=will_route, cache_salt=cache_salt, queued_ms=queued_ms, among=among,
+                timeout_s=budget,
+            ),
+        )  # fmt: skip
+
     def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """See `Client.stats`."""
         return self._run(timeout_s, lambda budget: self._client.stats(budget))

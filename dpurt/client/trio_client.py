@@ -51,7 +51,7 @@ _WAY_BACK_S = 0.1
 _SESSION_OVER = frozenset({"no_session", "stale_epoch"})
 _NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
 FOLLOW_S = 2.0  # a node that says nothing for so long is away
-_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe)  # need nothing of an old session
+_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe, m.Route)  # need nothing of an old session
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,6 +559,24 @@ class Client:
     def mirror(self, space: str, *, hosts: bool = False) -> IndexMirror:
         """An empty mirror of a space, for `follow`."""
         return IndexMirror(self._spaces[space], with_hosts=hosts)
+
+    async def route(
+        self,
+        space: str,
+        tokens: bytes | memoryview,
+        *,
+        will_route: bool = True,
+        cache_salt: str = "",
+        queued_ms: Mapping[str, float] | None = None,
+        among: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> m.RouteReply:
+        """Which engine should serve this prompt (see `wire.messages.Route`)."""
+        message = m.Route(
+            space=space, tokens=bytes(tokens), intent="will_route" if will_route else "probe", cache_salt=cache_salt,
+            queued_ms=dict(queued_ms or {}), among=list(among),
+        )  # fmt: skip
+        return await self._call(message, m.RouteReply, timeout_s)
 
     async def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """The node's counters."""

@@ -35,6 +35,7 @@ Digest = Annotated[bytes, Meta(min_length=8, max_length=64)]
 Digests = Annotated[list[Digest], Meta(max_length=1 << 17)]
 BlockList = Annotated[list[Count], Meta(max_length=MAX_BLOCKS)]
 IdList = Annotated[list[Id], Meta(max_length=MAX_BLOCKS)]
+RouteIntent = Literal["probe", "will_route"]
 Parts = tuple[Annotated[int, Meta(ge=0, le=128)], Annotated[int, Meta(ge=0, le=128)]]
 
 
@@ -224,12 +225,14 @@ class Route(Request, tag="route"):
     """Which engine should serve this prompt? `tokens` as in `Lookup`.
 
     ``will_route`` books the work on the answer's `best`, so that the next question sees it; ``probe`` changes nothing.
+    `cache_salt`: what the engines are given as such with this prompt.
     `queued_ms`: how long work waits at each engine now, where the caller knows better than the node. `among`: only these.
     """
 
     space: Name
     tokens: Tokens
-    intent: Literal["probe", "will_route"] = "will_route"
+    intent: RouteIntent = "will_route"
+    cache_salt: Short = ""
     queued_ms: Annotated[dict[Short, Annotated[float, Meta(ge=0, le=1e9)]], Meta(max_length=64)] = {}
     among: Annotated[list[Short], Meta(max_length=64)] = []
 
