@@ -421,7 +421,9 @@ class PrefixIndex:
             raise ValueError(f"shard {shard}: an id is unknown, a {what} is negative, or a block has one")
         if not self._have_parents(ids, shard).all():
             raise ValueError(f"shard {shard}: a block's parent is neither in staging nor on the bdev")
+        new = ids[~self._own_copies(table.where[ids])[:, shard]]
         table.where[ids, column] = placed
+        self._tell(True, NODE, 0, new[self.is_whole(new)])
 
     def _have_parents(self, ids: I32, shard: int) -> Bools:
         """Whether the parent has an own copy of the shard, is about to get one with these, or need not be."""

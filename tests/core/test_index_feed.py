@@ -82,13 +82,15 @@ class Following(RuleBasedStateMachine):
 
     chains = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
-    @rule(chain=chains)
-    def place(self, chain: list[int]) -> None:
+    @rule(chain=chains, at_once=st.booleans())
+    def place(self, chain: list[int], at_once: bool) -> None:
         ids = self.index.insert(tokens(*chain), keys(*chain), 0, 0.0)
         for shard in range(2):
-            for block in ids.tolist():
-                if self.index.locations(np.array([block], np.int32)).slot[0, shard] < 0:
-                    self.index.set_slot(block, shard, 1)
+            missing = ids[self.index.locations(ids).slot[:, shard] < 0]
+            if at_once:
+                self.index.set_slots(missing, shard, [1] * len(missing))
+            for block in [] if at_once else missing.tolist():
+                self.index.set_slot(block, shard, 1)
 
     @rule(chain=chains, shard=st.integers(0, 1))
     def lose_shard(self, chain: list[int], shard: int) -> None:
