@@ -33,6 +33,7 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 MAX_INSTANCES = 64
 _FIRST_CAPACITY = 1024
+_FEW = 24  # blocks that are sooner marked one by one than through numpy
 _PIECE_BYTES = 65_536  # of a run at a memcmp
 _VERSION_SHIFT = 32
 _ID_MASK = (1 << _VERSION_SHIFT) - 1
@@ -90,8 +91,8 @@ class HostTiers:
     def held(self, root: int, tokens: bytes, width: int, count: int, label: bytes = b"") -> Held:
         """What each of the instances 0 .. `count` - 1 holds of a prompt, in leading whole blocks of `width` bytes."""
         ids = np.frombuffer(self.match(root, tokens, width, label), np.int32)
-        hbm = self._hbm_view[ids]
-        both = hbm | self._cpu_view[ids]
+        hbm = self._views[HostTier.HBM][ids]
+        both = hbm | self._views[HostTier.CPU][ids]
         return Held(_leading(hbm, count), _leading(both, count))
 
     def match(self, parent: int, tokens: bytes, width: int, label: bytes = b"") -> array[int]:
@@ -136,33 +137,50 @@ class HostTiers:
 
         New ones are held by nobody: `hold` them, or call `drop_if_unheld`, before the next change.
         """
-        ids, last = self._walk(parent, tokens, width, label)
-        known = len(ids)
+        if parent >= 0 and not label and parent not in self._branches:
+            run = self._run[parent]
+            assert run is not None, "a block without a run"
+            if (
+                run.ids[-1] == parent
+            ):  # nothing is below it: what decode and the next chunk of a prompt need, quickly
+                ids = self._take(len(tokens) // width)
+                self._lengthen(run, tokens, ids)
+                return array("i", ids)
+        found, last = self._walk(parent, tokens, width, label)
+        known = len(found)
         new = len(tokens) // width - known
         if new:
             fresh = self._take(new)
             self._append(
                 last, tokens[known * width : (known + new) * width], width, fresh, b"" if known else label
             )
-            ids.extend(fresh)
-        return ids
+            found.extend(fresh)
+        return found
 
     def hold(self, ids: array[int], instance: int, tier: HostTier) -> None:
         """The instance holds these blocks in that tier. Saying it again changes nothing."""
-        bit, column = 1 << instance, self._columns[tier]
+        bit = 1 << instance
+        if len(ids) > _FEW:
+            self._views[tier][np.frombuffer(ids, np.int32)] |= np.uint64(bit)
+            return
+        column = self._columns[tier]
         for block in ids:
             column[block] |= bit
 
-    def release(self, block: int, instance: int, tier: HostTier) -> None:
-        """The instance no longer holds the block in that tier. What nobody holds, nor needs as a parent, is forgotten."""
+    def release(self, block: int, instance: int, tier: HostTier) -> bool:
+        """The instance no longer holds the block in that tier. What nobody holds, nor needs as a parent, is forgotten.
+
+        True when this block was.
+        """
         self._columns[tier][block] &= ~(1 << instance)
-        if not (self._hbm[block] or self._cpu[block]):
-            self.drop_if_unheld(block)
+        if self._hbm[block] or self._cpu[block]:
+            return False
+        self.drop_if_unheld(block)
+        return self._run[block] is None
 
     def clear(self, instance: int, tier: HostTier) -> None:
         """The instance holds nothing in that tier."""
-        view = self._hbm_view if tier is HostTier.HBM else self._cpu_view
-        view[: self._high_water] &= ~np.uint64(1 << instance)
+        self._views[tier][: self._high_water] &= ~np.uint64(1 << instance)
         for run in list(self._starts.values()):
             self._trim(run)
 
@@ -181,9 +199,10 @@ class HostTiers:
         if self._unpin(block):
             self.drop_if_unheld(block)
 
-    def handle(self, block: int) -> int:
-        """A name to keep across changes."""
-        return self._version[block] << _VERSION_SHIFT | block
+    def handles(self, ids: array[int]) -> list[int]:
+        """Names to keep across changes."""
+        version = self._version
+        return [version[block] << _VERSION_SHIFT | block for block in ids]
 
     # --- inside ---
 
@@ -195,8 +214,11 @@ class HostTiers:
             self._starts[run.key] = run
             if parent >= 0:
                 self.pin(parent)
+        self._lengthen(run, tokens, ids)
+
+    def _lengthen(self, run: _Run, tokens: bytes, ids: list[int]) -> None:
         at, places, runs = self._at, len(run.ids), self._run
-        run.tokens += tokens
+        run.tokens += tokens[: len(ids) * run.width]
         run.ids.extend(ids)
         for place, block in enumerate(ids, places):
             at[block] = place
@@ -215,17 +237,17 @@ class HostTiers:
     def _shorten(self, run: _Run) -> bool:
         """Forget what is of no use at the end of a run; whether there was something."""
         hbm, cpu, branches, ids = self._hbm, self._cpu, self._branches, run.ids
-        keep = len(ids)
-        while keep and not (hbm[ids[keep - 1]] or cpu[ids[keep - 1]] or ids[keep - 1] in branches):
-            keep -= 1
-        if keep == len(ids):
-            return False
-        for block in ids[keep:]:
+        before = len(ids)
+        while ids:
+            block = ids[-1]
+            if hbm[block] or cpu[block] or block in branches:
+                break
+            del ids[-1]
             self._version[block] += 1
             self._run[block] = None
-        self._free.extend(ids[keep:])
-        del ids[keep:], run.tokens[keep * run.width :]
-        return True
+            self._free.append(block)
+        del run.tokens[len(ids) * run.width :]
+        return len(ids) < before
 
     def _unpin(self, block: int) -> bool:
         """Whether that was the last."""
@@ -251,8 +273,10 @@ class HostTiers:
         self._hbm = self._hbm + array("Q", bytes(8 * more))  # a copy: numpy's view forbids to resize
         self._cpu = self._cpu + array("Q", bytes(8 * more))
         self._columns = (self._hbm, self._cpu)
-        self._hbm_view: U64 = np.frombuffer(self._hbm, np.uint64)
-        self._cpu_view: U64 = np.frombuffer(self._cpu, np.uint64)
+        self._views: tuple[U64, U64] = (
+            np.frombuffer(self._hbm, np.uint64),
+            np.frombuffer(self._cpu, np.uint64),
+        )
         self._at.extend(array("i", bytes(4 * more)))
         self._version.extend(array("i", bytes(4 * more)))
         self._run.extend([None] * more)
