@@ -118,7 +118,7 @@ def mixed(script: Script, chains: list[Chain], size: int) -> Stream:
     """A full cache under load: in each message a new prompt's chunk, 16 requests that decode, and what had to go for them."""
     batches = []
     for i in range(size):
-        full = [chain for chain in chains[-200:] if len(chain.hashes) > 40]
+        full = [chain for chain in chains[:-100] if len(chain.hashes) > 8][-200:]
         gone = [script.evict(full[(i * 7 + j) % len(full)]) for j in range(32)]
         decoded = [script.grow(chains[-1 - (i + j) % 100], 1) for j in range(16)]
         chains.append(Chain())

@@ -137,15 +137,6 @@ class HostTiers:
 
         New ones are held by nobody: `hold` them, or call `drop_if_unheld`, before the next change.
         """
-        if parent >= 0 and not label and parent not in self._branches:
-            run = self._run[parent]
-            assert run is not None, "a block without a run"
-            if (
-                run.ids[-1] == parent
-            ):  # nothing is below it: what decode and the next chunk of a prompt need, quickly
-                ids = self._take(len(tokens) // width)
-                self._lengthen(run, tokens, ids)
-                return array("i", ids)
         found, last = self._walk(parent, tokens, width, label)
         known = len(found)
         new = len(tokens) // width - known
@@ -167,16 +158,45 @@ class HostTiers:
         for block in ids:
             column[block] |= bit
 
+    def append(
+        self, handle: int, tokens: bytes, count: int, instance: int, tier: HostTier
+    ) -> list[int] | None:
+        """`extend` below a block that nothing is below yet, and `hold`, in one: what decoding engines tell all the time.
+
+        The new blocks' handles; None, and nothing was changed, where it is not as simple as that.
+        """
+        parent = handle & _ID_MASK
+        run = self._run[parent]
+        if run is None or self._version[parent] != handle >> _VERSION_SHIFT or parent in self._branches:
+            return None
+        if run.ids[-1] != parent or len(tokens) != count * run.width:
+            return None
+        ids = self._take(count)
+        self._lengthen(run, tokens, ids)
+        bit, column, version = 1 << instance, self._columns[tier], self._version
+        for block in ids:
+            column[block] = bit
+        return [version[block] << _VERSION_SHIFT | block for block in ids]
+
     def release(self, block: int, instance: int, tier: HostTier) -> bool:
         """The instance no longer holds the block in that tier. What nobody holds, nor needs as a parent, is forgotten.
 
         True when this block was.
         """
+        hbm, cpu = self._hbm, self._cpu
         self._columns[tier][block] &= ~(1 << instance)
-        if self._hbm[block] or self._cpu[block]:
+        if hbm[block] or cpu[block] or block in self._branches:
             return False
-        self.drop_if_unheld(block)
-        return self._run[block] is None
+        run = self._run[block]
+        assert run is not None, "a block without a run"
+        ids = run.ids
+        if ids[-1] != block:
+            return False
+        if len(ids) > 1 and (hbm[ids[-2]] or cpu[ids[-2]]):  # only this one goes: by far the commonest case
+            self._forget_last(run)
+        else:
+            self._trim(run)
+        return True
 
     def clear(self, instance: int, tier: HostTier) -> None:
         """The instance holds nothing in that tier."""
@@ -218,7 +238,7 @@ class HostTiers:
 
     def _lengthen(self, run: _Run, tokens: bytes, ids: list[int]) -> None:
         at, places, runs = self._at, len(run.ids), self._run
-        run.tokens += tokens[: len(ids) * run.width]
+        run.tokens += tokens
         run.ids.extend(ids)
         for place, block in enumerate(ids, places):
             at[block] = place
@@ -238,16 +258,16 @@ class HostTiers:
         """Forget what is of no use at the end of a run; whether there was something."""
         hbm, cpu, branches, ids = self._hbm, self._cpu, self._branches, run.ids
         before = len(ids)
-        while ids:
-            block = ids[-1]
-            if hbm[block] or cpu[block] or block in branches:
-                break
-            del ids[-1]
-            self._version[block] += 1
-            self._run[block] = None
-            self._free.append(block)
-        del run.tokens[len(ids) * run.width :]
+        while ids and not (hbm[ids[-1]] or cpu[ids[-1]] or ids[-1] in branches):
+            self._forget_last(run)
         return len(ids) < before
+
+    def _forget_last(self, run: _Run) -> None:
+        block = run.ids.pop()
+        del run.tokens[-run.width :]
+        self._version[block] += 1
+        self._run[block] = None
+        self._free.append(block)
 
     def _unpin(self, block: int) -> bool:
         """Whether that was the last."""
@@ -258,6 +278,8 @@ class HostTiers:
         return True
 
     def _take(self, count: int) -> list[int]:
+        if count == 1 and self._free:
+            return [self._free.pop()]
         reused = min(count, len(self._free))
         ids = self._free[len(self._free) - reused :]
         del self._free[len(self._free) - reused :]

@@ -139,6 +139,8 @@ class Residency:
         if tier is None or self._is_windowed(event, len(hashes)):
             return
         self.stats.stored += len(hashes)
+        if self._is_simple_growth(event, tier):
+            return
         if not event.token_ids:
             for block_hash in hashes:
                 self._note(block_hash, tier)
@@ -151,6 +153,32 @@ class Residency:
             self.stats.pass_over("lora", len(hashes))
         else:
             self._place_or_wait(event, tier)
+
+    def _is_simple_growth(self, event: _Stored, tier: HostTier) -> bool:
+        """Plain blocks below one that nothing is below: enter them quickly. Most of all events are these."""
+        parent = self._alias.get(event.parent_block_hash)  # type: ignore[arg-type]
+        extras = event.extra_keys
+        if (
+            parent is None
+            or (extras is not None and any(extras))
+            or event.block_size != self.engine.block_tokens
+        ):
+            return False
+        if self._limbo or self._waiting or tier in self.engine.dialect.counted:
+            return False
+        ids: Any = event.token_ids
+        try:
+            tokens = array(self._code, ids).tobytes()
+        except (OverflowError, TypeError):
+            return False
+        hashes = event.block_hashes
+        handles = self._tiers.append(parent, tokens, len(hashes), self.engine.instance, tier)
+        if handles is None:
+            return False
+        self._alias.update(zip(hashes, handles, strict=True))
+        if len(self._alias) > self._sweep_at:
+            self._sweep()
+        return True
 
     def _place_or_wait(self, event: _Stored, tier: HostTier) -> None:
         parent_hash, hashes = event.parent_block_hash, event.block_hashes
