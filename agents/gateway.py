@@ -226,7 +226,7 @@ class GatewayAgent(Actor[None]):
         deadline = trio.current_time() + request.deadline_ms / 1000
         with scope:
             try:
-                reply = await next_batch(state, request, self._incarnation, self._index.instances, deadline)
+                reply = await next_batch(state, request, self._incarnation, deadline)
                 if request.id and not session.ended:
                     self._send(session.routing_id, reply)
             except Refusal as refusal:

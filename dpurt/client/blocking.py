@@ -210,23 +210,20 @@ class BlockingClient:
         space: str,
         cursor: bytes = b"",
         *,
-        hosts: bool = False,
         max_blocks: int = 1 << 13,
         wait_s: float = FOLLOW_S,
     ) -> m.IndexBatch:
         """See `Client.subscribe`."""
         return self._run(
             wait_s + MARGIN_S,
-            lambda budget: self._client.subscribe(
-                space, cursor, hosts=hosts, max_blocks=max_blocks, wait_s=budget
-            ),
+            lambda budget: self._client.subscribe(space, cursor, max_blocks=max_blocks, wait_s=budget),
         )
 
-    def follow(self, space: str, *, hosts: bool = False) -> IndexMirror:
+    def follow(self, space: str) -> IndexMirror:
         """A mirror of the node's index that this client keeps up to date. Returns at once; ask it from any thread."""
         if self._closed:
             raise NodeUnavailable(self._endpoint, "this client is closed")
-        mirror = self._client.mirror(space, hosts=hosts)
+        mirror = self._client.mirror(space)
         with suppress(trio.RunFinishedError):
             self._loop.token.run_sync_soon(self._loop.nursery.start_soon, self._client.follow, space, mirror)
         return mirror

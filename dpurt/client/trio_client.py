@@ -529,12 +529,11 @@ class Client:
         space: str,
         cursor: bytes = b"",
         *,
-        hosts: bool = False,
         max_blocks: int = 1 << 13,
         wait_s: float = FOLLOW_S,
     ) -> m.IndexBatch:
         """The next batch of the index stream after `cursor` (see `wire.messages.Subscribe`); empty after `wait_s`."""
-        message = m.Subscribe(space=space, cursor=cursor, hosts=hosts, max_blocks=max_blocks)
+        message = m.Subscribe(space=space, cursor=cursor, max_blocks=max_blocks)
         return await self._call(message, m.IndexBatch, wait_s)
 
     async def follow(self, space: str, mirror: IndexMirror) -> None:
@@ -546,7 +545,7 @@ class Client:
         failures = 0
         while True:
             try:
-                mirror.apply(await self.subscribe(space, mirror.cursor, hosts=mirror.with_hosts))
+                mirror.apply(await self.subscribe(space, mirror.cursor))
                 failures = 0
             except SpaceMismatch as error:
                 mirror.end(str(error))
@@ -556,9 +555,9 @@ class Client:
                 await trio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
 
-    def mirror(self, space: str, *, hosts: bool = False) -> IndexMirror:
+    def mirror(self, space: str) -> IndexMirror:
         """An empty mirror of a space, for `follow`."""
-        return IndexMirror(self._spaces[space], with_hosts=hosts)
+        return IndexMirror(self._spaces[space])
 
     async def route(
         self,

@@ -210,14 +210,12 @@ class Subscribe(Request, tag="subscribe"):
     """Follow the index of a space. One request, one batch (`IndexBatch`); the next one goes on from its `cursor`.
 
     Answered at once while there is something after `cursor`, else when something happens, or with an empty batch when
-    `deadline_ms` is up (that nothing happened is news too). An empty `cursor` begins with all that is here. With `hosts`
-    what GPU hosts hold is told as well. A reader that is too far behind is told so (`IndexBatch.lost`) and begins anew:
-    it holds up nobody.
+    `deadline_ms` is up (that nothing happened is news too). An empty `cursor` begins with all that is here. A reader that is
+    too far behind is told so (`IndexBatch.lost`) and begins anew: it holds up nobody.
     """
 
     space: Name
     cursor: Annotated[bytes, Meta(max_length=64)] = b""
-    hosts: bool = False
     max_blocks: Annotated[int, Meta(ge=1, le=1 << 16)] = 1 << 13
 
 
@@ -391,17 +389,13 @@ class ExplainReply(Reply, tag="explain_ok"):
 
 
 class IndexChange(Struct, kw_only=True, omit_defaults=True):
-    """Blocks that are now held (`stored`), or no more: 16 bytes of `keys` each. Telling one again is harmless.
+    """Blocks that the node now holds (`stored`), or no more: 16 bytes of `keys` each. Telling one again is harmless.
 
-    By the node itself (`host` empty; all their shards are in staging or on flash), or by a GPU host's `tier` (``hbm`` |
-    ``cpu``; `host` as `RouteReply` names it). `all`: everything of that host's tier is gone, without a list.
+    Held: all shards are in staging or on flash, so a `Lookup` would count it.
     """
 
     stored: bool = False
     keys: bytes = b""
-    host: str = ""
-    tier: str = ""
-    all: bool = False
 
 
 class IndexBatch(Reply, tag="index_batch"):
