@@ -19,8 +19,9 @@ A record goes when it is nowhere, unpinned and childless, at the moment one of t
 record is nowhere yet and stays. A store in flight pins its blocks, so that neither ends it by accident.
 
 Left to others: the keys' formula (`identity`), what to evict and when (policy), freeing slots and extents
-(their owners, from `Dropped`), why a block went (`Tombstones`). Single-threaded: owned by the index agent. `now` is the caller's clock. Ids stay
-valid until the record goes; who keeps one across an await keeps its handle and resolves it.
+(their owners, from `Dropped`), why a block went (`Tombstones`). Single-threaded: owned by the index agent.
+`now` is the caller's clock. Ids stay valid until the record goes; who keeps one across an await keeps its
+handle and resolves it.
 """
 
 from __future__ import annotations
