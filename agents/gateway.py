@@ -101,6 +101,7 @@ class GatewayAgent(Actor[None]):
             tuple[Session, Scope, NDArray[np.int32], float | None]
         ] = []  # arrivals not told on yet
         self._refusal_log = RefusalLog()
+        self.route: Callable[[SpaceState, m.Route], m.RouteReply]
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
         self.on_record: Callable[[str], Awaitable[m.RecordReply]]
@@ -240,7 +241,7 @@ class GatewayAgent(Actor[None]):
         deadline = trio.current_time() + request.deadline_ms / 1000
         with scope:
             try:
-                reply = await next_batch(state, request, self._incarnation, self._index.instances, deadline)
+                reply = await next_batch(state, request, self._incarnation, deadline)
                 if request.id and not session.ended:
                     self._send(session.routing_id, reply)
             except Refusal as refusal:
@@ -456,12 +457,7 @@ class GatewayAgent(Actor[None]):
         )
 
     def _route(self, session: Session, request: m.Route) -> m.RouteReply:
-        return self._best_engine(self.hosts.state(session, request.space), request)
-
-    @staticmethod
-    def _best_engine(state: SpaceState, request: m.Route) -> m.RouteReply:
-        tokens = len(request.tokens) // state.space.geometry.token_bytes
-        return m.RouteReply(id=request.id, prompt_tokens=tokens)
+        return self.route(self.hosts.state(session, request.space), request)
 
     def _stats(self, session: Session, request: m.Stats) -> m.StatsReply:
         return m.StatsReply(id=request.id, stats=self._node_stats())
@@ -680,7 +676,7 @@ class GatewayAgent(Actor[None]):
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
         if isinstance(request, m.Route):
-            return self._best_engine(state, request)
+            return self.route(state, request)
         if isinstance(request, m.Explain):
             self.hosts.check_shard(state, request.shard)
         if isinstance(request, m.EpochBump):

@@ -44,7 +44,6 @@ class IndexAgent(Actor[None]):
         self.on_dropped: list[Callable[[SpaceState, Dropped, str], None]] = []
         self.on_evicted: list[Callable[[int], None]] = []
         self.drops: dict[str, int] = {}
-        self.instances: list[str] = []  # engines whose tiers the indexes know, by their number there
 
     # --- spaces and epochs ---
 

@@ -61,7 +61,7 @@ _WAY_BACK_S = 0.1
 _SESSION_OVER = frozenset({"no_session", "stale_epoch"})
 _NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
 FOLLOW_S = 2.0  # a node that says nothing for so long is away
-_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe)  # need nothing of an old session
+_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe, m.Route)  # need nothing of an old session
 
 
 @dataclass(frozen=True, slots=True)
@@ -725,12 +725,11 @@ class Client:
         space: str,
         cursor: bytes = b"",
         *,
-        hosts: bool = False,
         max_blocks: int = 1 << 13,
         wait_s: float = FOLLOW_S,
     ) -> m.IndexBatch:
         """The next batch of the index stream after `cursor` (see `wire.messages.Subscribe`); empty after `wait_s`."""
-        message = m.Subscribe(space=space, cursor=cursor, hosts=hosts, max_blocks=max_blocks)
+        message = m.Subscribe(space=space, cursor=cursor, max_blocks=max_blocks)
         return await self._call(message, m.IndexBatch, wait_s)
 
     async def follow(self, space: str, mirror: IndexMirror) -> None:
@@ -742,7 +741,7 @@ class Client:
         failures = 0
         while True:
             try:
-                mirror.apply(await self.subscribe(space, mirror.cursor, hosts=mirror.with_hosts))
+                mirror.apply(await self.subscribe(space, mirror.cursor))
                 failures = 0
             except SpaceMismatch as error:
                 mirror.end(str(error))
@@ -752,9 +751,27 @@ class Client:
                 await trio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
 
-    def mirror(self, space: str, *, hosts: bool = False) -> IndexMirror:
+    def mirror(self, space: str) -> IndexMirror:
         """An empty mirror of a space, for `follow`."""
-        return IndexMirror(self._spaces[space], with_hosts=hosts)
+        return IndexMirror(self._spaces[space])
+
+    async def route(
+        self,
+        space: str,
+        tokens: bytes | memoryview,
+        *,
+        will_route: bool = True,
+        cache_salt: str = "",
+        queued_ms: Mapping[str, float] | None = None,
+        among: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> m.RouteReply:
+        """Which engine should serve this prompt (see `wire.messages.Route`)."""
+        message = m.Route(
+            space=space, tokens=bytes(tokens), intent="will_route" if will_route else "probe", cache_salt=cache_salt,
+            queued_ms=dict(queued_ms or {}), among=list(among),
+        )  # fmt: skip
+        return await self._call(message, m.RouteReply, timeout_s)
 
     async def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """The node's counters."""

@@ -48,7 +48,7 @@ REQUESTS: list[m.Request] = [
     m.Delete(id=8, space="s", digests=[b"d" * 32]),
     m.Lookup(id=8, space="s", request="r", digests=[b"d" * 32], chained=False),
     m.Explain(id=7, space="s", digests=[b"12345678"], shard=2),
-    m.Subscribe(id=9, space="s", cursor=b"c" * 28, hosts=True, max_blocks=1),
+    m.Subscribe(id=9, space="s", cursor=b"c" * 28, max_blocks=1),
     m.Route(id=10, space="s", tokens=b"\0" * 8, intent="probe", queued_ms={"a/1": 2.5}, among=["a/1"]),
     m.Stats(id=8),
     m.Ping(),
@@ -79,7 +79,7 @@ REPLIES: list[m.Reply] = [
     m.ExplainReply(id=7, blocks=[m.Reason(block=0, reason="evicted", detail="d", age_s=1.5)]),
     m.IndexBatch(
         id=9, incarnation=1, epoch=2, cursor=b"c", is_current=True, lost=True, reason="slow_reader",
-        changes=[m.IndexChange(stored=True, keys=b"k" * 16), m.IndexChange(host="a", tier="hbm", all=True)],
+        changes=[m.IndexChange(stored=True, keys=b"k" * 16), m.IndexChange(keys=b"l" * 16)],
     ),
     m.RouteReply(
         id=10, best="a/1", prompt_tokens=9,
