@@ -193,8 +193,8 @@ class Returns:
     MARGIN = 1.5
     GROWTH = 2
     MIN_REACH, MAX_REACH = 16, 1024
-    FLOOR = 0.002  # worth below which nothing is fetched, even into free room
-    LASTING = 12  # windows a fetched block is taken to stay: what is not used then was useless
+    FLOOR = 0.0002  # uses a second below which nothing is fetched, even into free room
+    LASTING_S = 120.0  # a fetched block is taken to stay: what is not used by then was useless
     FULL_S = 5.0  # after its policy last asked what to evict, staging is taken to be full
     REFIT_S = 15.0
     POPULAR_S = 600.0  # how long a new conversation on a branch speaks for more of them
@@ -228,6 +228,7 @@ class Returns:
         self._look_at: float | None = None
         self._reach = self.MIN_REACH
         self._landed = 0
+        self._asked_for: set[int] = set()  # at the last look
         self._popular_from = 0.0
 
     # --- the outlook
@@ -267,7 +268,7 @@ class Returns:
                 self._paused(self._of_sequence[sequence], now)
             case Resumed(sequence) if sequence in self._of_sequence:
                 self._resumed(self._of_sequence[sequence], now)
-            case Staged():
+            case Staged(block) if block in self._asked_for:
                 self._landed += 1
             case Dropped(block):
                 self._dropped(block)
@@ -285,7 +286,9 @@ class Returns:
         self._reach = min(self.MAX_REACH, max(self.MIN_REACH, self.GROWTH * self._landed + 8))
         self._landed = 0
         is_full = now - self._asked_at <= self.FULL_S
-        return [self._prediction(row, now) for row in self._wanted(is_full).tolist()]
+        predictions = [self._prediction(row, now) for row in self._wanted(is_full).tolist()]
+        self._asked_for = {prediction.block for prediction in predictions}
+        return predictions
 
     def next_wakeup(self) -> float | None:
         return self._look_at
@@ -555,7 +558,7 @@ class Returns:
         self._grow_worth()
         worth = self._worths(np.arange(len(self._rows)))
         resident = self._rows.resident[: len(worth)] > 0
-        absent = np.flatnonzero(~resident & (worth > self.FLOOR))
+        absent = np.flatnonzero(~resident & (worth > self.FLOOR * self.window_s))
         if len(absent) > self._reach:
             absent = absent[np.argpartition(-worth[absent], self._reach)[: self._reach]]
         best = absent[np.argsort(-worth[absent], kind="stable")]
@@ -572,7 +575,7 @@ class Returns:
         worth = float(self._worths(np.array([row]))[0])
         stream = self._rows.latest[row]
         owner = NOBODY if stream is None else stream.owner
-        lasting = 1.0 - (1.0 - min(1.0, worth)) ** self.LASTING
+        lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
         return Prediction(
             int(self._rows.block[row]), None, now + self.LOOK_S, lasting, self.name, None, owner, worth
         )

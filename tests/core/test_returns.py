@@ -281,9 +281,9 @@ class TestPredictions:
         returns = Returns()
         turn(returns, 1, [], range(1000), 0.0)
         assert len(returns.predict(returns.next_wakeup())) == Returns.MIN_REACH
-        for block in range(100):
+        for block in range(100):  # of which the 16 asked for count
             returns.observe(Staged(block, block), 1.0)
-        assert len(returns.predict(returns.next_wakeup())) == 2 * 100 + 8
+        assert len(returns.predict(returns.next_wakeup())) == 2 * 16 + 8
 
     def test_nobody_to_return_needs_no_waking(self):
         returns = Returns()
