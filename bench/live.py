@@ -8,7 +8,8 @@ trace's blocks have fewer bytes, the same for both policies. Then each recording
 - is fed back (`dpurt replay RECORDING --verify`): the same cores, told the recorded completions, must decide as they did;
 - is replayed under the other policy: what the node would have done with it, before it is tried.
 
-Hits and lateness are shares of all block references, differences in points.
+Hits and lateness are shares of all block references, differences in points. What is predicted is a node with the CPU it needs: where
+arrivals came late because the machine was busy with something else, a difference is no verdict (`arrivals_late_s`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ TRACE = "weka_sessions_12.jsonl.gz"
 TRACE_BLOCK_TOKENS = 2048
 WITHIN_POINTS = 2.0
 SEEDS = 5  # of the replays' device and hosts
+STALL_S = 1.0  # an arrival so late means a machine with other things to do: a difference proves nothing then
 PATIENCE_S = 300.0  # of all parties, on their clock
 SPACE, HOST = "live", "live-host"
 NODE_BLOCK_TOKENS = 16  # tokens are made up from block ids, so a few a block will do
@@ -62,7 +64,7 @@ class Setup:
     """
 
     span_s: float = 400.0
-    speed: float = 5.0
+    speed: float = 4.0
     staging_share: float = 0.2
     kv_bytes_per_token: int = 160 << 10  # Llama-3-70B, FP8
     device_bytes_per_s: float = 3.5e9
@@ -261,11 +263,7 @@ NO_TAIL = replace(Scenario().device, jitter=0.1, tail_probability=0.0)
 
 def _figures(live: Live, setup: Setup) -> list[Figure]:
     measured, predicted = live.shares(), predict(live, live.policy, setup)
-    figures = [
-        _beside(f"{live.policy}: {name}", measured[name], predicted[name])
-        for name in measured
-        if name in predicted
-    ]
+    figures = [_beside(live, name, measured[name], predicted[name]) for name in measured if name in predicted]
     decisions = sum(live.verdict.decisions.values())
     return [
         *figures,
@@ -286,15 +284,16 @@ def _figures(live: Live, setup: Setup) -> list[Figure]:
     ]
 
 
-def _beside(name: str, measured: float, predicted: float) -> Figure:
+def _beside(live: Live, name: str, measured: float, predicted: float) -> Figure:
+    is_near = abs(measured - predicted) <= WITHIN_POINTS
     return Figure(
-        name=name,
+        name=f"{live.policy}: {name}",
         value=measured,
         unit="%",
         peer="replay of its recording",
         peer_value=predicted,
         target=f"within {WITHIN_POINTS:g} points",
-        holds=abs(measured - predicted) <= WITHIN_POINTS,
+        holds=None if not is_near and live.heard.late_s > STALL_S else is_near,
     )
 
 

@@ -69,6 +69,7 @@ from dpurt.wire import recording
 log = structlog.get_logger()
 DRAIN_S = 10.0
 NVME_LATENCY_S = 0.0001
+LOAD_S = 0.01  # of a block by a host, at least, until one is measured
 GIVE_S = 10.0  # for a device to map our memory
 FOREIGN = (
     "these segments of the store are of spaces, or epochs of spaces, that this topology does not have; "
@@ -353,7 +354,7 @@ class Node:
         prefetch = self.config.prefetch
         return PrefetchSetup(
             predictors=prefetch.predictors,
-            block_s=max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s,
+            block_s=max(LOAD_S, max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s),
             lookahead_blocks=prefetch.lookahead_blocks,
             bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
             staging_bytes=int(self.config.staging.bytes * prefetch.staging_fraction),
