@@ -175,16 +175,28 @@ class BlockTable:
 
     def add_chain(self, parent: int, words: U64, now: float) -> I32:
         """New records, each the parent of the next, the first under `parent` (-1: none). Keys must be new and unique."""
-        ids = self._take_ids(len(words))
-        self._clear(ids)
-        self.keys[ids] = words
-        self.last_use[ids] = now
+        ids = self._new(words, now)
         self.parent[ids[1:]] = ids[:-1]
         self.first_child[ids[:-1]] = ids[1:]
         self.num_children[ids[:-1]] = 1
         self._link(int(ids[0]), parent)
         self.depth[ids] = np.arange(len(ids)) + (int(self.depth[parent]) + 1 if parent >= 0 else 0)
         self._map.add(ids, self.keys)
+        return ids
+
+    def add_roots(self, words: U64, now: float) -> I32:
+        """New records without parents. Keys must be new and unique."""
+        ids = self._new(words, now)
+        self.parent[ids] = NONE
+        self.depth[ids] = 0
+        self._map.add(ids, self.keys)
+        return ids
+
+    def _new(self, words: U64, now: float) -> I32:
+        ids = self._take_ids(len(words))
+        self._clear(ids)
+        self.keys[ids] = words
+        self.last_use[ids] = now
         return ids
 
     def remove(self, ids: I32) -> None:

@@ -206,6 +206,19 @@ class PrefixIndex:
             raise ValueError("the parent is known by its tokens, so its children cannot be known by key only")
         return self._add(parent, known, keys, now)
 
+    def insert_lone(self, keys: Sequence[bytes], now: float) -> I32:
+        """Make blocks known that stand alone, each by its key; those that are known stay what they are. ValueError for the root's key."""
+        words = key_words(keys)
+        ids = self.table.find_many(words)
+        fresh = list(dict.fromkeys(key for key, block in zip(keys, ids.tolist(), strict=True) if block < 0))
+        if not fresh:
+            return ids
+        if ROOT_KEY in fresh:
+            raise ValueError("the root's key is no block's")
+        self.table.add_roots(key_words(fresh), now)
+        self._inserted += len(fresh)
+        return self.table.find_many(words)
+
     # --- own tiers ---
 
     def set_slot(self, block: int, shard: int, slot: int) -> None:

@@ -177,6 +177,16 @@ class IndexMachine(RuleBasedStateMachine):
         self.learn(chain)
         assert [self.index.key(i) for i in ids.tolist()] == keys
 
+    @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    def insert_blocks_that_stand_alone(self, numbers: list[int]) -> None:
+        chains: list[Chain] = [("l", number) for number in numbers]
+        keys = [key_of(chain) for chain in chains]
+        ids = self.index.insert_lone(keys, self.now)
+        for chain in chains:
+            self.learn(chain)
+        assert [self.index.key(i) for i in ids.tolist()] == keys
+        assert self.index.find([*keys, key_of(("l", 99))]).tolist() == [*ids.tolist(), -1]
+
     # --- own tiers ---
 
     @precondition(lambda self: self.known)
@@ -358,6 +368,17 @@ def test_a_lost_head_takes_its_tail_with_it() -> None:
     assert set(dropped.slots[:, 0].tolist()) == {-1, 1, 2}
     assert len(index) == 0
     assert tail
+
+
+def test_a_block_that_stands_alone_may_be_known_with_a_parent_and_the_roots_key_is_none() -> None:
+    index = PrefixIndex(WIDTH)
+    chain = index.insert_keys(ROOT_KEY, [key_of(("k", 1)), key_of(("k", 1, 2))], 0.0)
+    ids = index.insert_lone([key_of(("k", 1, 2)), key_of(("l", 1)), key_of(("l", 1))], 0.0)
+    assert ids[0] == chain[1]
+    assert ids[1] == ids[2]
+    assert len(index) == 3
+    with pytest.raises(ValueError, match="root"):
+        index.insert_lone([ROOT_KEY], 0.0)
 
 
 def test_an_aborted_store_does_not_end_its_neighbours_that_are_in_flight() -> None:

@@ -265,9 +265,12 @@ def _layout_of(one: MemoryObj) -> Layout:
     return Layout(one.get_size(), _dtype_name(one.get_dtype()))
 
 
-def _layout_of_group(desc: MemoryLayoutDesc) -> Layout:
+def _layout_of_group(desc: MemoryLayoutDesc) -> Layout | None:
+    """None where LMCache does not say: the description is advice, and may be empty."""
+    if not desc.shapes:
+        return None
     sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True)]
-    return Layout(sum(sizes), _dtype_name(desc.dtypes[0] if desc.dtypes else None))
+    return Layout(sum(sizes), _dtype_name(desc.dtypes[0]))
 
 
 def _dtype_name(dtype: object) -> str:
