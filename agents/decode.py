@@ -10,11 +10,15 @@ A sequence gets its share with its first `decode` hint and returns it with its s
 the space's ordinary staging. A touched block that wins no slot (*passing through*) keeps its memory until the load that the
 hint announced has its lease, or until the group's next turn; `spare_slots` are there for these and for reads under way.
 
+A hint starts the reads of what is touched and leaves the rest (learning, planning, some 0.5 ms a turn) until the load it
+announces has its answer or waits for the device; the gateway says when (`catch_up`).
+
 Not a task: all runs in the gateway's turn or in a read's completion. Restart: everything is kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +49,27 @@ PART = 1  # a slot of ours has one part
 _LOST = ("checksum", "stale", "expired")
 
 
+@dataclass(slots=True)
+class ReadTimes:
+    """How long parts took from the decision to read them until they were there."""
+
+    count: int = 0
+    total_s: float = 0.0
+    total_s2: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.count += 1
+        self.total_s += seconds
+        self.total_s2 += seconds * seconds
+
+    def stats(self) -> dict[str, float]:
+        """Number, mean and standard deviation."""
+        mean = self.total_s / self.count if self.count else 0.0
+        variance = self.total_s2 / self.count - mean * mean if self.count else 0.0
+        return {"reads": self.count, "read_s_mean": mean, "read_s_std": math.sqrt(max(0.0, variance))}
+
+
 @dataclass(slots=True, eq=False)
 class Room:
     """A space's decode staging. `capacity` is a sequence's share in slots; `ended` adds up the sequences that have ended."""
@@ -55,6 +80,7 @@ class Room:
     model: AttentionModel
     free: list[int]
     ended: dict[str, int] = field(default_factory=dict)
+    times: ReadTimes = field(default_factory=ReadTimes)
     no_room: int = 0
     unserved: int = 0  # sequences that found no share left
 
@@ -64,7 +90,17 @@ class Read:
     """A part on its way into one of our slots, and the loads that wait for it."""
 
     job: ReadJob
+    began: float
     waiting: list[Waiting] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What a hint leaves to do once its load was served: learn from the turn, if there was one, and plan for `group`."""
+
+    is_turn: bool
+    group: int
+    ranked: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +118,7 @@ class Decoding:
     reads: dict[int, Read] = field(default_factory=dict)
     wanted: dict[int, set[int]] = field(default_factory=dict)
     hits: dict[int, set[int]] = field(default_factory=dict)
+    undone: Undone | None = None
     leaving: set[int] = field(default_factory=set)
     is_over: bool = False
 
@@ -133,17 +170,32 @@ class DecodeAgent:
         decoding = self._decoding(scope)
         if decoding is None:
             return False
+        self._catch_up(decoding)
         decoding.staging.extend(len(scope.handles))
         groups = decoding.staging.groups
-        if hint.touched:
-            self._turn(decoding, hint.group, hint.touched, hint.masses)
         if hint.ranked:
             group = hint.group if hint.ranked_group is None else hint.ranked_group
             decoding.distance = (group - hint.group) % groups or groups
-            self._plan(decoding, group, hint.ranked)
-        elif hint.touched:
-            self._plan(decoding, (hint.group + decoding.distance) % groups, ())
+        group = (hint.group + decoding.distance) % groups
+        if hint.touched:
+            self._turn(decoding, hint.group, hint.touched, hint.masses)
+        if hint.touched or hint.ranked:
+            decoding.undone = Undone(bool(hint.touched), group, hint.ranked)
         return True
+
+    def catch_up(self) -> None:
+        """Do what hints left undone, now that nobody waits."""
+        for decoding in self._sequences.values():
+            self._catch_up(decoding)
+
+    def _catch_up(self, decoding: Decoding) -> None:
+        undone, decoding.undone = decoding.undone, None
+        if undone is None:
+            return
+        if undone.is_turn:
+            for slot in decoding.staging.settle():
+                self._evict(decoding, slot)
+        self._plan(decoding, undone.group, undone.ranked)
 
     def _decoding(self, scope: Scope) -> Decoding | None:
         decoding = self._sequences.get(scope.sequence)
@@ -180,8 +232,6 @@ class DecodeAgent:
             self._storage.promote(decoding.reads[slot].job)
         for slot in turn.withdraw:
             self._drop(decoding, slot)
-        for slot in turn.evicted:
-            self._evict(decoding, slot)
 
     def _plan(self, decoding: Decoding, group: int, ranked: Sequence[int]) -> None:
         if not decoding.room.settings.prefetch_per_turn:
@@ -214,14 +264,16 @@ class DecodeAgent:
         """Lease these blocks' parts. Every block gets an answer by the deadline. What no hint announced is a turn of its own."""
         slots = decoding.staging.slots(group, positions)
         if not decoding.wanted.get(group, set()).issuperset(slots):
+            self._catch_up(decoding)
             self._turn(decoding, group, positions, b"")
-            self._plan(decoding, (group + decoding.distance) % decoding.staging.groups, ())
+            decoding.undone = Undone(True, (group + decoding.distance) % decoding.staging.groups, ())
         scope = decoding.scope
         late = Acquired("late", reason="deadline")
         gather = Gather(scope.number, scope.sequence, expires, [late] * len(slots))
         for position, slot in enumerate(slots):
             self._serve(decoding, slot, Waiting(gather, position, PART, deadline))
         if gather.missing:
+            self._catch_up(decoding)
             try:
                 with trio.move_on_at(deadline):
                     await gather.complete.wait()
@@ -304,7 +356,7 @@ class DecodeAgent:
             is_demand, partial(self._landed, decoding, slot), layout=layout,
             image=decoding.room.slab.image(at)[: layout.record_bytes],
         )  # fmt: skip
-        decoding.reads[slot] = Read(job)
+        decoding.reads[slot] = Read(job, trio.current_time())
         self._storage.read(job)
 
     def _copy(self, decoding: Decoding, slot: int, at: int, block_id: int) -> None:
@@ -332,6 +384,7 @@ class DecodeAgent:
         if read is not None and read.job is job:
             del decoding.reads[slot]
             waiting = read.waiting
+            decoding.room.times.add(now - read.began)
         if status == "ok":
             pool.fill_done(job.slot, PART, now)
         elif settled is not None:
@@ -421,6 +474,7 @@ class DecodeAgent:
 
     def stats(self) -> dict[str, object]:
         """Per space: sequences, slots, and the sum of all its sequences' counts, as replay counts them."""
+        self.catch_up()
         return {name: self._room_stats(room) for name, room in self._rooms.items()}
 
     def _room_stats(self, room: Room) -> dict[str, object]:
@@ -432,7 +486,7 @@ class DecodeAgent:
         pool = room.slab.pool.stats()
         return {
             "sequences": len(live), "unserved": room.unserved, "slots_per_sequence": room.capacity, "slots": pool.total,
-            "free": pool.free, "leases": pool.leases, "no_room": room.no_room, **counts,
+            "free": pool.free, "leases": pool.leases, "no_room": room.no_room, **room.times.stats(), **counts,
         }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ Restart: cores are kept, sockets are new; each core is told that its way was int
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -17,7 +18,8 @@ import trio
 import zmq
 
 from dpurt.config import EngineConfig
-from dpurt.core.host_tiers import MAX_INSTANCES, HostTiers
+from dpurt.core.host_tiers import MAX_INSTANCES, Held, HostTiers
+from dpurt.core.routing import Holding
 from dpurt.engines import KINDS
 from dpurt.engines.publisher import Ask, Publisher
 from dpurt.engines.residency import Engine, Residency
@@ -100,6 +102,30 @@ class EnginesAgent(Actor[None]):
             "ranks": {rank.name: rank.stats(now) for rank in self.ranks.values()},
             "blocks": len(self.tiers), "unfound": dict(self.unfound),
         }  # fmt: skip
+
+    def serving(self, space: str) -> list[Rank]:
+        """The ranks a prompt of this space may go to."""
+        return [
+            rank
+            for rank in self.ranks.values()
+            if space == rank.config.space or space in rank.config.loras.values()
+        ]
+
+    def holdings(self, space: str, ranks: Sequence[Rank], tokens: bytes, label: bytes = b"") -> list[Holding]:
+        """What each of these ranks holds of a prompt (whose first block has this label)."""
+        held: dict[BlockShape, Held] = {}
+        for shape in {rank.shape for rank in ranks}:
+            root = self.tiers.root(root_name(space, shape.block_tokens))
+            width = shape.block_tokens * shape.token_bytes
+            held[shape] = self.tiers.held(root, tokens, width, len(self.ranks), label)
+        return [
+            Holding(
+                rank.name,
+                held[rank.shape].hbm[rank.number] * rank.shape.block_tokens,
+                held[rank.shape].any[rank.number] * rank.shape.block_tokens,
+            )
+            for rank in ranks
+        ]
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         with open_context() as self._context:

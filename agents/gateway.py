@@ -56,6 +56,7 @@ from .tape import Tape
 
 log = structlog.get_logger()
 WATCH_S = 0.25
+HINT_GRACE_S = 0.001
 UNREAD_MESSAGES = 32  # of one host, that we have not read: they may be large, and then TCP holds it back
 MAX_FOLLOWED = 64  # batches of the index that one host may wait for at once
 UNREAD_REPLIES = 512  # of ours, that a host has not read: beyond, it is cut off
@@ -100,6 +101,7 @@ class GatewayAgent(Actor[None]):
             tuple[Session, Scope, NDArray[np.int32], float | None]
         ] = []  # arrivals not told on yet
         self._refusal_log = RefusalLog()
+        self.route: Callable[[SpaceState, m.Route], m.RouteReply]
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
         self.on_record: Callable[[str], Awaitable[m.RecordReply]]
@@ -219,6 +221,7 @@ class GatewayAgent(Actor[None]):
         else:
             if request.id and not session.ended:
                 self._send(session.routing_id, reply)
+            self._decode.catch_up()
         finally:
             session.in_flight -= 1
 
@@ -238,7 +241,7 @@ class GatewayAgent(Actor[None]):
         deadline = trio.current_time() + request.deadline_ms / 1000
         with scope:
             try:
-                reply = await next_batch(state, request, self._incarnation, self._index.instances, deadline)
+                reply = await next_batch(state, request, self._incarnation, deadline)
                 if request.id and not session.ended:
                     self._send(session.routing_id, reply)
             except Refusal as refusal:
@@ -355,9 +358,16 @@ class GatewayAgent(Actor[None]):
         if hint.kind == "decode":
             _check_decode(scope, hint)
             if self._decode.hint(scope, hint):
+                assert self._nursery is not None
+                self._nursery.start_soon(self._catch_up_decode)
                 return m.Ok(id=hint.id, count=1)
         self._observe(self._hint_event(scope, hint))
         return m.Ok(id=hint.id, count=1)
+
+    async def _catch_up_decode(self) -> None:
+        """A hint whose load does not come has waited long enough."""
+        await trio.sleep(HINT_GRACE_S)
+        self._decode.catch_up()
 
     def _hint_event(self, scope: Scope, hint: m.Hint) -> Event:
         if hint.kind == "pause":
@@ -447,12 +457,7 @@ class GatewayAgent(Actor[None]):
         )
 
     def _route(self, session: Session, request: m.Route) -> m.RouteReply:
-        return self._best_engine(self.hosts.state(session, request.space), request)
-
-    @staticmethod
-    def _best_engine(state: SpaceState, request: m.Route) -> m.RouteReply:
-        tokens = len(request.tokens) // state.space.geometry.token_bytes
-        return m.RouteReply(id=request.id, prompt_tokens=tokens)
+        return self.route(self.hosts.state(session, request.space), request)
 
     def _stats(self, session: Session, request: m.Stats) -> m.StatsReply:
         return m.StatsReply(id=request.id, stats=self._node_stats())
@@ -671,7 +676,7 @@ class GatewayAgent(Actor[None]):
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
         if isinstance(request, m.Route):
-            return self._best_engine(state, request)
+            return self.route(state, request)
         if isinstance(request, m.Explain):
             self.hosts.check_shard(state, request.shard)
         if isinstance(request, m.EpochBump):

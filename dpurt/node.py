@@ -31,6 +31,7 @@ from dpurt.agents.placement import PlacementAgent
 from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
 from dpurt.agents.recorder import RecorderAgent, Taps
+from dpurt.agents.routing import RoutingAgent
 from dpurt.agents.segment_scan import StoredRecord
 from dpurt.agents.shadow import ShadowAgent, make_shadow
 from dpurt.agents.spaces import Slab, SpaceState
@@ -133,7 +134,7 @@ class Node:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
                 advisers = (
-                    self.prefetch, self.placement, self.engines, self.metrics, self.recorder, self.shadow,
+                    self.prefetch, self.placement, self.engines, self.metrics, self.recorder, self.shadow, self.routing,
                 )  # fmt: skip
                 policy = ADVICE if agent in advisers else VITAL
                 await nursery.start(supervise, agent, policy)
@@ -229,12 +230,14 @@ class Node:
         geometries = {space.name: space.geometry for space in config.space}
         shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
         self.engines = EnginesAgent(config.engine, shapes)
+        self.routing = RoutingAgent(config.router.bind, self.engines, self.index, self.staging)
+        self.gateway.route = self.routing.route
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
             self.index, self.storage, self.staging, self.prefetch, self.placement, self.fabric, self.recorder, self.shadow,
-            self.gateway, self.engines,
+            self.gateway, self.engines, self.routing,
             self.metrics,
         ]  # fmt: skip
 
@@ -515,6 +518,11 @@ class Node:
             "decode": self.decode.stats(),
             "engines": self.engines.stats(),
             "placement": self.placement.stats(),
+            "routing": {
+                "questions": self.routing.questions,
+                "ranks": self.routing.router.stats(trio.current_time()),
+                "port": self.routing.port,
+            },
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

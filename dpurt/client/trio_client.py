@@ -40,6 +40,7 @@ from dpurt.errors import (
     FabricError,
     LocalProtocolError,
     NodeUnavailable,
+    RdmaLimit,
     RemoteAccessError,
     RemoteProtocolError,
     SpaceMismatch,
@@ -60,7 +61,7 @@ _WAY_BACK_S = 0.1
 _SESSION_OVER = frozenset({"no_session", "stale_epoch"})
 _NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
 FOLLOW_S = 2.0  # a node that says nothing for so long is away
-_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe)  # need nothing of an old session
+_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe, m.Route)  # need nothing of an old session
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +99,21 @@ async def connect(
     timeout_s: float = 5.0,
     curve: CurveClient | None = None,
     epochs: Mapping[str, int] | None = None,
+    memories: Sequence[memoryview] = (),
 ) -> AsyncIterator[Client]:
     """A client of the node at `endpoint`. Does not fail when the node is down: the calls do.
 
     `host` is this host's name in the node's topology, `spaces` the identities it will use, by their names there.
     `fabrics` are those this host can use, best first. `curve` encrypts and authenticates the channel. `epochs` are the
     spaces' epochs this engine's weights belong to, by name; of the others the client keeps those of its first session.
+    `memories` are where the buffers of loads and stores will be: registered once a session where the fabric registers memory.
     """
     options = SocketOptions(
         curve=curve, max_message_bytes=MAX_REPLY_BYTES, linger_ms=200, queue_unconnected=False
     )
     with open_context() as context, ZmqSocket(context, "DEALER", options) as socket:
         socket.connect(endpoint)
-        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s, epochs or {})
+        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s, epochs or {}, memories)
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client._read)
@@ -145,7 +148,9 @@ class Client:
         fabrics: Sequence[str],
         timeout_s: float,
         epochs: Mapping[str, int],
+        memories: Sequence[memoryview] = (),
     ) -> None:
+        self._memories = memories
         self._socket = socket
         self.endpoint = endpoint
         self._host = host
@@ -281,7 +286,13 @@ class Client:
         now = trio.current_time()
         address = _address_from(self.endpoint, reply.fabric_address)
         limit = now + (deadline - now) / choices
-        return await connect_fabric(reply.fabric, address, reply.session, reply.token, limit)
+        link = await connect_fabric(reply.fabric, address, reply.session, reply.token, limit)
+        for memory in self._memories:
+            try:
+                await trio.to_thread.run_sync(link.keep, memory)  # a large one takes a device seconds
+            except RdmaLimit as error:  # then it is registered for each call
+                self.fabric_failures[f"{reply.fabric} memory"] = str(error)
+        return link
 
     async def _lose_session(self, session: _Session | None) -> None:
         if session is not None and self._session is session:
@@ -714,12 +725,11 @@ class Client:
         space: str,
         cursor: bytes = b"",
         *,
-        hosts: bool = False,
         max_blocks: int = 1 << 13,
         wait_s: float = FOLLOW_S,
     ) -> m.IndexBatch:
         """The next batch of the index stream after `cursor` (see `wire.messages.Subscribe`); empty after `wait_s`."""
-        message = m.Subscribe(space=space, cursor=cursor, hosts=hosts, max_blocks=max_blocks)
+        message = m.Subscribe(space=space, cursor=cursor, max_blocks=max_blocks)
         return await self._call(message, m.IndexBatch, wait_s)
 
     async def follow(self, space: str, mirror: IndexMirror) -> None:
@@ -731,7 +741,7 @@ class Client:
         failures = 0
         while True:
             try:
-                mirror.apply(await self.subscribe(space, mirror.cursor, hosts=mirror.with_hosts))
+                mirror.apply(await self.subscribe(space, mirror.cursor))
                 failures = 0
             except SpaceMismatch as error:
                 mirror.end(str(error))
@@ -741,9 +751,27 @@ class Client:
                 await trio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
 
-    def mirror(self, space: str, *, hosts: bool = False) -> IndexMirror:
+    def mirror(self, space: str) -> IndexMirror:
         """An empty mirror of a space, for `follow`."""
-        return IndexMirror(self._spaces[space], with_hosts=hosts)
+        return IndexMirror(self._spaces[space])
+
+    async def route(
+        self,
+        space: str,
+        tokens: bytes | memoryview,
+        *,
+        will_route: bool = True,
+        cache_salt: str = "",
+        queued_ms: Mapping[str, float] | None = None,
+        among: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> m.RouteReply:
+        """Which engine should serve this prompt (see `wire.messages.Route`)."""
+        message = m.Route(
+            space=space, tokens=bytes(tokens), intent="will_route" if will_route else "probe", cache_salt=cache_salt,
+            queued_ms=dict(queued_ms or {}), among=list(among),
+        )  # fmt: skip
+        return await self._call(message, m.RouteReply, timeout_s)
 
     async def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """The node's counters."""

@@ -7,7 +7,9 @@ ranking, if there is one; what that may cost, and what leaves for it, by `dpurt.
 recorded attention drives the same two in the same order.
 
 The caller moves the bytes. It tells how far the read of a slot is (`Progress`) when asked, and carries out what comes
-back: `Turn` and `Plan`. A slot of ours without bytes (`absent`: its read failed, or its block is gone) counts as late.
+back: `Turn` and `Plan`. What a turn teaches is left for `settle`, which takes most of the time and nobody waits for;
+it must come before anything else that changes the sequence. A slot of ours without bytes (`absent`: its read failed,
+or its block is gone) counts as late.
 
 Leaves to others: where bytes lie, who may read them, when a slot's memory may be reused.
 """
@@ -32,14 +34,13 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What a turn asks for: `read` these now, `hasten` prefetches that wait to start, `withdraw` others that do (if
-    they still can be), then let `evicted` go: touched ones once they were served. `hits` were there."""
+    they still can be). `hits` were there."""
 
     touched: list[int]
     hits: list[int]
     read: list[int]
     hasten: list[int]
     withdraw: list[int]
-    evicted: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class DecodeStaging:
         self._fates = AttentionFates(self.tally, model.groups * width)
         self._turns = [0] * model.groups
         self._planned: list[list[int]] = [[] for _ in range(model.groups)]
+        self._unsettled: tuple[int, Columns, Floats | None] | None = None
 
     @property
     def columns(self) -> int:
@@ -84,7 +86,8 @@ class DecodeStaging:
     def turn(
         self, group: int, columns: Sequence[int], codes: bytes, progress: Callable[[int], Progress]
     ) -> Turn:
-        """A step touches these distinct, known columns in this group; `codes` are their mass codes, or empty."""
+        """A step touches these distinct, known columns in this group; `codes` are their mass codes, or empty. `settle` next."""
+        assert self._unsettled is None, "a turn is settled before the next"
         wanted = np.array(columns, np.intp)
         slots = wanted + group * self.width
         there = self.pool.demand(group, wanted)
@@ -96,16 +99,26 @@ class DecodeStaging:
         self._count(group, landed, there, masses)
         self._fates.demanded(slots, self._turns[group], there & ~landed)
         withdraw = self._withdraw(group, slots, progress)
-        evicted = self._settle(group, wanted, masses)
-        self._turns[group] += 1
+        self._unsettled = group, wanted, masses
         touched = slots.tolist()
         by_state = {
             state: [s for s, was in zip(touched, states, strict=True) if was == state] for state in _STATES
         }
-        return Turn(touched, by_state["landed"], by_state["absent"], by_state["waiting"], withdraw, evicted)
+        return Turn(touched, by_state["landed"], by_state["absent"], by_state["waiting"], withdraw)
+
+    def settle(self) -> list[int]:
+        """Learn from the turn just taken; the slots that go, touched ones perhaps among them."""
+        assert self._unsettled is not None, "there was no turn"
+        (group, wanted, masses), self._unsettled = self._unsettled, None
+        evicted = self.pool.settle(group, self._sequence.demanded(group, wanted, masses))
+        self._fates.evicted(evicted, self._turns[group])
+        self._turns[group] += 1
+        slots: list[int] = evicted.tolist()
+        return slots
 
     def plan(self, group: int, ranked: Sequence[int]) -> Plan:
         """Plan for the group's next turn; `ranked` are known columns the engine expects, best first, or none."""
+        assert self._unsettled is None, "a turn is settled before the next plan"
         if ranked:
             self._sequence.hint(group, np.array(ranked, np.intp))
         columns, evicted = self.pool.plan(group, self._sequence.now(group))
@@ -143,12 +156,6 @@ class DecodeStaging:
         if withdrawn:
             self.pool.drop(np.array(withdrawn, np.intp))
         return withdrawn
-
-    def _settle(self, group: int, wanted: Columns, masses: Floats | None) -> list[int]:
-        evicted = self.pool.settle(group, self._sequence.demanded(group, wanted, masses))
-        self._fates.evicted(evicted, self._turns[group])
-        slots: list[int] = evicted.tolist()
-        return slots
 
 
 _STATES: tuple[Progress, ...] = ("landed", "flying", "waiting", "absent")

@@ -33,6 +33,7 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 MAX_INSTANCES = 64
 _FIRST_CAPACITY = 1024
+_FEW = 24  # blocks that are sooner marked one by one than through numpy
 _PIECE_BYTES = 65_536  # of a run at a memcmp
 _VERSION_SHIFT = 32
 _ID_MASK = (1 << _VERSION_SHIFT) - 1
@@ -90,8 +91,8 @@ class HostTiers:
     def held(self, root: int, tokens: bytes, width: int, count: int, label: bytes = b"") -> Held:
         """What each of the instances 0 .. `count` - 1 holds of a prompt, in leading whole blocks of `width` bytes."""
         ids = np.frombuffer(self.match(root, tokens, width, label), np.int32)
-        hbm = self._hbm_view[ids]
-        both = hbm | self._cpu_view[ids]
+        hbm = self._views[HostTier.HBM][ids]
+        both = hbm | self._views[HostTier.CPU][ids]
         return Held(_leading(hbm, count), _leading(both, count))
 
     def match(self, parent: int, tokens: bytes, width: int, label: bytes = b"") -> array[int]:
@@ -136,33 +137,70 @@ class HostTiers:
 
         New ones are held by nobody: `hold` them, or call `drop_if_unheld`, before the next change.
         """
-        ids, last = self._walk(parent, tokens, width, label)
-        known = len(ids)
+        found, last = self._walk(parent, tokens, width, label)
+        known = len(found)
         new = len(tokens) // width - known
         if new:
             fresh = self._take(new)
             self._append(
                 last, tokens[known * width : (known + new) * width], width, fresh, b"" if known else label
             )
-            ids.extend(fresh)
-        return ids
+            found.extend(fresh)
+        return found
 
     def hold(self, ids: array[int], instance: int, tier: HostTier) -> None:
         """The instance holds these blocks in that tier. Saying it again changes nothing."""
-        bit, column = 1 << instance, self._columns[tier]
+        bit = 1 << instance
+        if len(ids) > _FEW:
+            self._views[tier][np.frombuffer(ids, np.int32)] |= np.uint64(bit)
+            return
+        column = self._columns[tier]
         for block in ids:
             column[block] |= bit
 
-    def release(self, block: int, instance: int, tier: HostTier) -> None:
-        """The instance no longer holds the block in that tier. What nobody holds, nor needs as a parent, is forgotten."""
+    def append(
+        self, handle: int, tokens: bytes, count: int, instance: int, tier: HostTier
+    ) -> list[int] | None:
+        """`extend` below a block that nothing is below yet, and `hold`, in one: what decoding engines tell all the time.
+
+        The new blocks' handles; None, and nothing was changed, where it is not as simple as that.
+        """
+        parent = handle & _ID_MASK
+        run = self._run[parent]
+        if run is None or self._version[parent] != handle >> _VERSION_SHIFT or parent in self._branches:
+            return None
+        if run.ids[-1] != parent or len(tokens) != count * run.width:
+            return None
+        ids = self._take(count)
+        self._lengthen(run, tokens, ids)
+        bit, column, version = 1 << instance, self._columns[tier], self._version
+        for block in ids:
+            column[block] = bit
+        return [version[block] << _VERSION_SHIFT | block for block in ids]
+
+    def release(self, block: int, instance: int, tier: HostTier) -> bool:
+        """The instance no longer holds the block in that tier. What nobody holds, nor needs as a parent, is forgotten.
+
+        True when this block was.
+        """
+        hbm, cpu = self._hbm, self._cpu
         self._columns[tier][block] &= ~(1 << instance)
-        if not (self._hbm[block] or self._cpu[block]):
-            self.drop_if_unheld(block)
+        if hbm[block] or cpu[block] or block in self._branches:
+            return False
+        run = self._run[block]
+        assert run is not None, "a block without a run"
+        ids = run.ids
+        if ids[-1] != block:
+            return False
+        if len(ids) > 1 and (hbm[ids[-2]] or cpu[ids[-2]]):  # only this one goes: by far the commonest case
+            self._forget_last(run)
+        else:
+            self._trim(run)
+        return True
 
     def clear(self, instance: int, tier: HostTier) -> None:
         """The instance holds nothing in that tier."""
-        view = self._hbm_view if tier is HostTier.HBM else self._cpu_view
-        view[: self._high_water] &= ~np.uint64(1 << instance)
+        self._views[tier][: self._high_water] &= ~np.uint64(1 << instance)
         for run in list(self._starts.values()):
             self._trim(run)
 
@@ -181,9 +219,10 @@ class HostTiers:
         if self._unpin(block):
             self.drop_if_unheld(block)
 
-    def handle(self, block: int) -> int:
-        """A name to keep across changes."""
-        return self._version[block] << _VERSION_SHIFT | block
+    def handles(self, ids: array[int]) -> list[int]:
+        """Names to keep across changes."""
+        version = self._version
+        return [version[block] << _VERSION_SHIFT | block for block in ids]
 
     # --- inside ---
 
@@ -195,6 +234,9 @@ class HostTiers:
             self._starts[run.key] = run
             if parent >= 0:
                 self.pin(parent)
+        self._lengthen(run, tokens, ids)
+
+    def _lengthen(self, run: _Run, tokens: bytes, ids: list[int]) -> None:
         at, places, runs = self._at, len(run.ids), self._run
         run.tokens += tokens
         run.ids.extend(ids)
@@ -215,17 +257,17 @@ class HostTiers:
     def _shorten(self, run: _Run) -> bool:
         """Forget what is of no use at the end of a run; whether there was something."""
         hbm, cpu, branches, ids = self._hbm, self._cpu, self._branches, run.ids
-        keep = len(ids)
-        while keep and not (hbm[ids[keep - 1]] or cpu[ids[keep - 1]] or ids[keep - 1] in branches):
-            keep -= 1
-        if keep == len(ids):
-            return False
-        for block in ids[keep:]:
-            self._version[block] += 1
-            self._run[block] = None
-        self._free.extend(ids[keep:])
-        del ids[keep:], run.tokens[keep * run.width :]
-        return True
+        before = len(ids)
+        while ids and not (hbm[ids[-1]] or cpu[ids[-1]] or ids[-1] in branches):
+            self._forget_last(run)
+        return len(ids) < before
+
+    def _forget_last(self, run: _Run) -> None:
+        block = run.ids.pop()
+        del run.tokens[-run.width :]
+        self._version[block] += 1
+        self._run[block] = None
+        self._free.append(block)
 
     def _unpin(self, block: int) -> bool:
         """Whether that was the last."""
@@ -236,6 +278,8 @@ class HostTiers:
         return True
 
     def _take(self, count: int) -> list[int]:
+        if count == 1 and self._free:
+            return [self._free.pop()]
         reused = min(count, len(self._free))
         ids = self._free[len(self._free) - reused :]
         del self._free[len(self._free) - reused :]
@@ -251,8 +295,10 @@ class HostTiers:
         self._hbm = self._hbm + array("Q", bytes(8 * more))  # a copy: numpy's view forbids to resize
         self._cpu = self._cpu + array("Q", bytes(8 * more))
         self._columns = (self._hbm, self._cpu)
-        self._hbm_view: U64 = np.frombuffer(self._hbm, np.uint64)
-        self._cpu_view: U64 = np.frombuffer(self._cpu, np.uint64)
+        self._views: tuple[U64, U64] = (
+            np.frombuffer(self._hbm, np.uint64),
+            np.frombuffer(self._cpu, np.uint64),
+        )
         self._at.extend(array("i", bytes(4 * more)))
         self._version.extend(array("i", bytes(4 * more)))
         self._run.extend([None] * more)

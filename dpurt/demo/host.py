@@ -21,6 +21,7 @@ from dpurt.config import load_config
 from dpurt.core.identity import ROOT_KEY, Space, chain_keys
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.errors import DeadlineExceeded, FabricError, NodeUnavailable, RemoteProtocolError
+from dpurt.transport import CurveClient
 
 WINDOW_BLOCKS = 8
 STORE_BLOCKS = 16
@@ -48,6 +49,8 @@ class Job(msgspec.Struct, kw_only=True):
     result: str
     requests: list[PlannedRequest]
     max_running: int = 64
+    timeout_s: float = 10.0
+    curve: tuple[str, str, str] | None = None  # our public and secret key, the node's public one
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -182,8 +185,14 @@ class Player:
 async def main(job: Job) -> Result:
     """Play one job."""
     space = load_config(job.topology).to_space(job.space)
+    curve = None if job.curve is None else CurveClient(*(key.encode() for key in job.curve))
     async with connect(
-        job.endpoint, host=job.host, spaces={job.space: space}, fabrics=[job.fabric], timeout_s=10.0
+        job.endpoint,
+        host=job.host,
+        spaces={job.space: space},
+        fabrics=[job.fabric],
+        timeout_s=job.timeout_s,
+        curve=curve,
     ) as client:
         player = Player(job, space, client)
         await player.play()

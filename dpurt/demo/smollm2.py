@@ -31,7 +31,7 @@ from dpurt.demo.smollm2_node import (
     part_slot_bytes,
     topology_of,
 )
-from dpurt.demo.smollm2_recording import Times, times_of, write_recording
+from dpurt.demo.smollm2_recording import Times, pace_of, times_of, write_recording
 from dpurt.engines.smollm2.decode import ColdKv, InMemory, SparseDecode, SparseSettings
 from dpurt.engines.smollm2.gguf import GgufFile
 from dpurt.engines.smollm2.model import Halves, Model
@@ -103,8 +103,8 @@ class Outcome:
     stalled_turns: float = 0.0
     stall_ms_per_step: float = 0.0
     layer_ms: float = 0.0
-    overhead_ms: float = 0.0
-    counts: Mapping[str, int] = field(default_factory=dict)
+    read_ms: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -161,10 +161,10 @@ def run_mode(work: Work, plan: Plan, mode: Mode, folder: Path, recordings: Path)
     space = load_config(topology).to_space(SPACE)
     with NodeProcess(topology, folder / "run", folder / "node.log") as node:
         run = trio.run(_decode_with_node, work, settings, plan.steps, node.endpoint, space)
-    device_s = plan.device.read_s(part_slot_bytes(work.model.shape, settings.block_tokens))
-    times = times_of(run.sequence.log, run.kv.found, device_s)
+    times = times_of(run.sequence.log, run.kv.found)
+    pace = pace_of(run.counts, plan.device, part_slot_bytes(work.model.shape, settings.block_tokens))
     path = recordings / f"{mode.name.replace(', ', '-').replace(' ', '-')}.npz"
-    write_recording(path, run.sequence.log, times, work.model.shape, settings, plan.device, len(work.tokens))
+    write_recording(path, run.sequence.log, times, pace, work.model.shape, settings, len(work.tokens))
     return _outcome(work, mode, run, times, _predicted(path, plan, mode))
 
 
@@ -173,7 +173,7 @@ class _Run:
     sequence: SparseDecode
     kv: NodeKv
     wall_s: float
-    counts: Mapping[str, int]
+    counts: Mapping[str, float]
 
 
 async def _decode(
@@ -197,9 +197,8 @@ async def _decode_with_node(
         kv = NodeKv(client, work.model.shape, settings)
         sequence, wall_s = await _decode(work, kv, settings, steps)
         stats: Any = await client.stats()
-        counts = {name: value for name, value in stats["decode"][SPACE].items() if isinstance(value, int)}
         await client.finish(REQUEST, "end_turn")
-    return _Run(sequence, kv, wall_s, counts)
+    return _Run(sequence, kv, wall_s, stats["decode"][SPACE])
 
 
 def _topology(work: Work, plan: Plan, mode: Mode, folder: Path) -> str:
@@ -237,5 +236,5 @@ def _outcome(work: Work, mode: Mode, run: _Run, times: Times, predicted: Mapping
         logits=run.sequence.logits_digest.digest(), hits=counts["hits"] / counts["demanded"],
         late=counts["late"] / max(1, counts["issued"]), stalled_turns=stalled / len(run.kv.found),
         stall_ms_per_step=1000 * sum(times.stall_s) / steps, layer_ms=1000 * median(times.layer_s),
-        overhead_ms=1000 * times.overhead_s, counts=counts, predicted=predicted,
+        read_ms=1000 * counts["read_s_mean"], counts=counts, predicted=predicted,
     )  # fmt: skip

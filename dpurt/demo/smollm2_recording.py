@@ -7,7 +7,7 @@ looked at. `layer_us` and `pace` are what a paced replay needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpurt.core.attention import NO_MASS
-from dpurt.demo.smollm2_node import Device, Found, part_slot_bytes
+from dpurt.demo.smollm2_node import Device, Found
 from dpurt.engines.smollm2.decode import Ask, SparseSettings, TurnLog
 from dpurt.engines.smollm2.model import Shape
 from dpurt.replay.attention_trace import NOT_HINTED
@@ -25,18 +25,16 @@ from dpurt.replay.attention_trace import NOT_HINTED
 @dataclass(frozen=True, slots=True)
 class Times:
     """`layer_s`: from a layer's turn to the next one's, without stalls; `stall_s`: what its cold KV took longer than it takes
-    when all of it is staged; `overhead_s`: from planning a read to its use, beyond the device's own time.
+    when all of it is staged.
     """
 
     layer_s: list[float]
     stall_s: list[float]
-    overhead_s: float
 
 
-def times_of(log: TurnLog, found: Sequence[Found], device_s: float) -> Times:
-    """What a run's times amount to; `device_s` is one read's on the idle device."""
+def times_of(log: TurnLog, found: Sequence[Found]) -> Times:
+    """What a run's times amount to."""
     staged = [w for w, f in zip(log.waited, found, strict=True) if f.staged == f.asked]
-    missed = [w for w, f in zip(log.waited, found, strict=True) if f.staged < f.asked]
     usual = median(staged) if staged else min(log.waited)
     stall_s = [
         max(0.0, w - usual) if f.staged < f.asked else 0.0 for w, f in zip(log.waited, found, strict=True)
@@ -45,17 +43,30 @@ def times_of(log: TurnLog, found: Sequence[Found], device_s: float) -> Times:
     layer_s = [
         max(0.0, end - began - stall) for began, end, stall in zip(log.began, ends, stall_s, strict=True)
     ]
-    overhead_s = max(0.0, median(missed) - usual - device_s) if missed else 0.0
-    return Times(layer_s, stall_s, overhead_s)
+    return Times(layer_s, stall_s)
+
+
+def pace_of(node: Mapping[str, float], device: Device, read_bytes: int) -> dict[str, float]:
+    """The pace of a recording. `node`: how long its reads took from the decision to their end. They never take less than the
+    node and the device need, and now and then longer: a constant and an exponential tail, of the mean and deviation seen.
+    """
+    mean_s, deviation_s = node["read_s_mean"], node["read_s_std"]
+    beyond_s = max(0.0, mean_s - device.read_s(read_bytes))
+    tail_s = min(deviation_s, beyond_s)
+    return {
+        "hint_to_read_us": round(1e6 * (beyond_s - tail_s), 1), "read_latency_us": device.latency_us,
+        "read_bytes_per_s": device.bytes_per_s, "block_bytes": read_bytes,
+        "jitter": round(1e6 * tail_s / device.latency_us, 4),
+    }  # fmt: skip
 
 
 def write_recording(
     path: Path,
     log: TurnLog,
     times: Times,
+    pace: Mapping[str, float],
     shape: Shape,
     settings: SparseSettings,
-    device: Device,
     prompt: int,
 ) -> None:
     """Write the trace. `prompt`: tokens before the first step."""
@@ -68,10 +79,7 @@ def write_recording(
         "model": "SmolLM2-135M-Instruct", "name": path.stem, "workload": "sparse decode, masses estimated by key digests",
         "block_tokens": settings.block_tokens, "n_prefill": prompt - 1, "steps": steps, "layers": shape.layers,
         "spec_hot_window_tokens": settings.window_tokens, "spec_sink_tokens": 0, "demanded": settings.top,
-        "pace": {
-            "hint_to_read_us": round(1e6 * times.overhead_s, 1), "read_latency_us": device.latency_us,
-            "read_bytes_per_s": device.bytes_per_s, "block_bytes": part_slot_bytes(shape, settings.block_tokens),
-        },
+        "pace": dict(pace),
     }  # fmt: skip
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "mass_q": masses,

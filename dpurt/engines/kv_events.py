@@ -26,7 +26,7 @@ END_SEQ = b"\xff" * 8
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
-class BlockStored(Struct, tag_field="type", tag="BlockStored"):
+class BlockStored(Struct, tag_field="type", tag="BlockStored", gc=False):
     """Blocks now held in `medium`, each the parent of the next, below `parent_block_hash`.
 
     `token_ids` are pairs where the engine decodes speculatively with EAGLE; none where only the hash is told. Field order is
@@ -51,7 +51,7 @@ class BlockStored(Struct, tag_field="type", tag="BlockStored"):
     cache_salt: str | None = None
 
 
-class PairedBlockStored(Struct, tag_field="type", tag="BlockStored"):
+class PairedBlockStored(Struct, tag_field="type", tag="BlockStored", gc=False):
     """As `BlockStored`, with a pair for each token."""
 
     block_hashes: list[BlockHash]
@@ -67,7 +67,7 @@ class PairedBlockStored(Struct, tag_field="type", tag="BlockStored"):
     kv_cache_spec_kind: str | None = None
 
 
-class BlockRemoved(Struct, tag_field="type", tag="BlockRemoved"):
+class BlockRemoved(Struct, tag_field="type", tag="BlockRemoved", gc=False):
     """Blocks no longer held in `medium`."""
 
     block_hashes: list[BlockHash]

@@ -26,7 +26,6 @@ import msgspec
 
 from dpurt.core.host_tiers import HostTier, HostTiers
 from dpurt.engines.kv_events import (
-    AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
@@ -36,6 +35,7 @@ from dpurt.engines.kv_events import (
 
 MAX_LIMBO = 1 << 17  # blocks told for a tier whose place is not known
 _SWEEP_AT = 1 << 14
+_WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
 _Stored = BlockStored | PairedBlockStored
 
 
@@ -113,14 +113,14 @@ class Residency:
 
     def apply(self, event: KvEvent) -> None:
         """Enter one event."""
-        if isinstance(event, BlockRemoved):
+        if isinstance(event, BlockStored | PairedBlockStored):
+            self._stored(event)
+        elif isinstance(event, BlockRemoved):
             self._removed(event)
-        elif isinstance(event, AllBlocksCleared):
+        else:
             self.stats.cleared += 1
             for tier in self.engine.dialect.cleared:
                 self._clear(tier)
-        else:
-            self._stored(event)
 
     def reset(self) -> None:
         """Nothing is known of this publisher any more."""
@@ -139,6 +139,8 @@ class Residency:
         if tier is None or self._is_windowed(event, len(hashes)):
             return
         self.stats.stored += len(hashes)
+        if self._is_simple_growth(event, tier):
+            return
         if not event.token_ids:
             for block_hash in hashes:
                 self._note(block_hash, tier)
@@ -151,6 +153,32 @@ class Residency:
             self.stats.pass_over("lora", len(hashes))
         else:
             self._place_or_wait(event, tier)
+
+    def _is_simple_growth(self, event: _Stored, tier: HostTier) -> bool:
+        """Plain blocks below one that nothing is below: enter them quickly. Most of all events are these."""
+        parent = self._alias.get(event.parent_block_hash)  # type: ignore[arg-type]
+        extras = event.extra_keys
+        if (
+            parent is None
+            or (extras is not None and any(extras))
+            or event.block_size != self.engine.block_tokens
+        ):
+            return False
+        if self._limbo or self._waiting or tier in self.engine.dialect.counted:
+            return False
+        ids: Any = event.token_ids
+        try:
+            tokens = array(self._code, ids).tobytes()
+        except (OverflowError, TypeError):
+            return False
+        hashes = event.block_hashes
+        handles = self._tiers.append(parent, tokens, len(hashes), self.engine.instance, tier)
+        if handles is None:
+            return False
+        self._alias.update(zip(hashes, handles, strict=True))
+        if len(self._alias) > self._sweep_at:
+            self._sweep()
+        return True
 
     def _place_or_wait(self, event: _Stored, tier: HostTier) -> None:
         parent_hash, hashes = event.parent_block_hash, event.block_hashes
@@ -177,7 +205,7 @@ class Residency:
             self._sweep()
 
     def _name(self, hashes: Sequence[BlockHash], ids: array[int]) -> None:
-        self._alias.update(zip(hashes, map(self._tiers.handle, ids), strict=True))
+        self._alias.update(zip(hashes, self._tiers.handles(ids), strict=True))
 
     def _settle(self, hashes: Sequence[BlockHash], ids: array[int]) -> None:
         """These blocks have a place now: they leave limbo, and so does, level by level, what waited for them."""
@@ -256,10 +284,11 @@ class Residency:
             if self._repeats and self._forget_repeat(block_hash, tier):
                 continue
             block = self._place(block_hash)
-            if block >= 0:
-                self._tiers.release(block, self.engine.instance, tier)
-            elif block_hash in self._limbo:
-                self._leave_tier(block_hash, tier)
+            if block < 0:
+                if block_hash in self._limbo:
+                    self._leave_tier(block_hash, tier)
+            elif self._tiers.release(block, self.engine.instance, tier):
+                del self._alias[block_hash]
 
     def _leave_tier(self, block_hash: BlockHash, tier: HostTier) -> None:
         tiers = self._limbo[block_hash]
@@ -305,8 +334,7 @@ class Residency:
         return tier
 
     def _is_windowed(self, event: _Stored, blocks: int) -> bool:
-        kind = event.kv_cache_spec_kind
-        if kind is None or kind.endswith("full_attention") or kind.startswith("mla"):
+        if event.kv_cache_spec_kind is None or event.kv_cache_spec_kind in _WHOLE_PREFIX:
             return False
         if event.group_idx is not None:
             self._windowed.add(event.group_idx)
@@ -315,10 +343,9 @@ class Residency:
 
     def _content(self, event: _Stored) -> tuple[bytes, Sequence[bytes] | None]:
         """The blocks' token bytes, and their labels if one has any."""
-        assert event.token_ids is not None
         extras = event.extra_keys if event.extra_keys is not None and any(event.extra_keys) else None
         salt = event.cache_salt if event.parent_block_hash is None else None
-        ids: list[Any] = event.token_ids
+        ids: Any = event.token_ids
         try:
             tokens = array(self._code, ids).tobytes()
         except (OverflowError, TypeError):  # wide tokens, or pairs

@@ -1,8 +1,8 @@
 """The verbs fabric, host side: an `Endpoint` that READs from and WRITEs to the node's memory, and lets it WRITE into landings.
 
 Theory of operation: see `dpurt.fabric.verbs`. Memory of a landing is registered for its life, so pulling into (or storing from)
-a landing's view costs nothing extra; any other memory is registered for the one call, which pins and unpins it: right for a
-few large buffers, dear for many small calls.
+a landing's view, or memory the host asked to `keep`, costs nothing extra; any other is registered for the one call, which pins
+and unpins it: right for a few large buffers, dear for many small calls.
 
 Each lane has a task that brings it up: connects its queue pair, sees a WRITE without bytes come through, tells the node. When it
 breaks (an error, or no progress) it is made anew, later and later if that does not help. Calls that were under way on it go on
@@ -111,6 +111,7 @@ class VerbsEndpoint:
         self._questions: dict[int, _Question] = {}
         self._asking = trio.Semaphore(MAX_ASKS)
         self._landings: dict[int, tuple[MemfdRegion, dict[Adapter, Registration]]] = {}
+        self._kept: list[dict[Adapter, Registration]] = []
         self._closed: str | None = None
         self._adapters = list(dict.fromkeys(lane.adapter for lane in lanes))
         self._scratch = {adapter: _scratch(adapter) for adapter in self._adapters}
@@ -165,6 +166,20 @@ class VerbsEndpoint:
 
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
         return None
+
+    def keep(self, memory: memoryview) -> None:
+        """See `Endpoint.keep`. Takes as long as the device takes to pin it."""
+        self._check_open("keep")
+        address, length = address_of(memory), memory.nbytes
+        made: dict[Adapter, Registration] = {}
+        try:
+            for adapter in self._adapters:
+                made[adapter] = adapter.register(address, length, Access.LOCAL_WRITE, memory)
+        except RdmaLimit:
+            for registration in made.values():
+                registration.close()
+            raise
+        self._kept.append(made)
 
     def landing(self, size: int) -> MemoryRegion:
         """See `Endpoint.landing`. Raises RdmaLimit when it cannot be registered."""
@@ -276,9 +291,14 @@ class VerbsEndpoint:
 
     async def _wait(self, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         if self._closed or not any(queue_pair.is_usable for queue_pair in asked.values()):
-            failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
-            raise QueuePairError(self._control.peer, "closed", failures)
+            raise self._all_broke(asked)
         await question.changed.wait()
+
+    def _all_broke(self, asked: Mapping[int, QueuePair]) -> QueuePairError:
+        failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
+        return QueuePairError(
+            self._control.peer, "closed", f"every lane that was asked for broke: {failures}"
+        )
 
     async def _move(
         self,
@@ -310,11 +330,12 @@ class VerbsEndpoint:
                 if lane.queue_pair is asked[index] and lane.is_usable:
                     works[index] = aligned(opcode, sges_of(local[lane.adapter], spans), granted)
             if not works:
-                raise QueuePairError(self._control.peer, "closed", "every lane that was granted broke")
+                raise self._all_broke(asked)
             return await self.lanes.carry(works, None if is_pull else number, deadline)
 
     def _known(self, adapter: Adapter) -> list[Registration]:
-        return [registrations[adapter] for _, registrations in self._landings.values()]
+        landings = [registrations for _, registrations in self._landings.values()]
+        return [registrations[adapter] for registrations in (*landings, *self._kept)]
 
     # --- lanes ---
 
@@ -532,7 +553,7 @@ async def connect(address: Address, session: int, token: bytes, deadline: float)
         except BaseException:
             control.close()
             raise
-    raise NodeUnavailable(where, "no answer before the deadline")
+    raise NodeUnavailable(where, "no answer, or no bytes through any rail, before the deadline")
 
 
 def paired(rails: Sequence[str], devices: Sequence[RdmaDevice]) -> list[tuple[str, RdmaDevice]]:

@@ -52,7 +52,7 @@ def recorded_pace(trace: AttentionTrace) -> Pace | None:
         return None
     device = DeviceProfile(
         name="recorded", read_latency_s=trace.pace.read_latency_us / 1e6, write_latency_s=0.0,
-        read_bytes_per_s=trace.pace.read_bytes_per_s, write_bytes_per_s=trace.pace.read_bytes_per_s, jitter=0.0,
+        read_bytes_per_s=trace.pace.read_bytes_per_s, write_bytes_per_s=trace.pace.read_bytes_per_s, jitter=trace.pace.jitter,
         source="the recording",
     )  # fmt: skip
     return Pace(

@@ -52,12 +52,14 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
 class RecordedPace(msgspec.Struct, frozen=True):
-    """What a read took where the trace was recorded: the device's figures, and what the node added to them."""
+    """What a read took where the trace was recorded: the device's figures, and what the node added to them. `jitter`: mean
+    of an exponential tail, in latencies."""
 
     hint_to_read_us: Annotated[float, msgspec.Meta(ge=0)]
     read_latency_us: Annotated[float, msgspec.Meta(ge=0)]
     read_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
     block_bytes: _Positive
+    jitter: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class _Meta(msgspec.Struct, frozen=True):

@@ -87,7 +87,7 @@ class Scenario:
     prefetch_queue_depth: int = 4
     prefetch_share: float = 0.5
     hint_lead_s: float = 0.0
-    min_probability: float = 0.05
+    min_probability: float = 0.02
     horizon_s: float = 120.0
     warmup_share: float = 0.0
     seed: int = 0

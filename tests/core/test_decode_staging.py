@@ -54,6 +54,7 @@ def drive(trace: AttentionTrace, capacity: int, ahead: int, *, hinted: bool) -> 
             columns = trace.demand[turn, layer]
             codes = bytes(trace.codes[turn, layer, columns].tolist())
             staging.turn(layer, columns.tolist(), codes, landed)
+            staging.settle()
         later, group = divmod(place + ahead, LAYERS)
         if place + ahead < end:
             staging.extend(int(trace.columns[later]))
@@ -99,7 +100,7 @@ def test_every_prefetch_has_one_outcome_and_the_capacity_is_kept(
         turn = staging.turn(group, sorted(touched), b"", lambda slot, p=progress: p)  # type: ignore[misc]
         assert set(turn.read) | set(turn.hits) | set(turn.hasten) <= set(turn.touched)
         assert not set(turn.withdraw) & set(turn.touched)
-        held = (held | set(turn.touched)) - set(turn.withdraw) - set(turn.evicted)
+        held = (held | set(turn.touched)) - set(turn.withdraw) - set(staging.settle())
         plan = staging.plan((group + 1) % 3, ranked)
         assert not set(plan.fetch) & held
         held = (held - set(plan.evicted)) | set(plan.fetch)

@@ -39,7 +39,7 @@ class Holding(RuleBasedStateMachine):
         first = min(first, len(chain) - 1)
         self.tiers.hold(ids[first:], instance, tier)
         self.held |= {(instance, tier, chain[: i + 1]) for i in range(first, len(chain))}
-        self.handles |= {chain[: i + 1]: self.tiers.handle(block) for i, block in enumerate(ids)}
+        self.handles |= {chain[: i + 1]: name for i, name in enumerate(self.tiers.handles(ids))}
 
     @rule(chain=chains, instance=instances, tier=tiers)
     def release(self, chain: Chain, instance: int, tier: HostTier) -> None:

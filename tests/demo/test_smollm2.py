@@ -16,7 +16,7 @@ from dpurt.client import connect
 from dpurt.config import load_config
 from dpurt.demo import smollm2, smollm2_report
 from dpurt.demo.smollm2_node import HOST, SPACE, Budget, Device, NodeKv, part_slot_bytes, topology_of
-from dpurt.demo.smollm2_recording import times_of, write_recording
+from dpurt.demo.smollm2_recording import pace_of, times_of, write_recording
 from dpurt.engines.smollm2.decode import InMemory, SparseDecode, SparseSettings
 from dpurt.engines.smollm2.model import Model, Shape
 from dpurt.errors import ConfigError
@@ -46,7 +46,7 @@ def budget(prefetch: float) -> Budget:
 
 async def decode_on_node(
     work: smollm2.Work, tmp_path: Path, prefetch: float, ahead: int
-) -> tuple[SparseDecode, NodeKv, dict[str, int]]:
+) -> tuple[SparseDecode, NodeKv, dict[str, float]]:
     topology = tmp_path / "t.toml"
     topology.write_text(topology_of(SHAPE, SETTINGS, 64, DEVICE, budget(prefetch), tmp_path))
     config = load_config(topology)
@@ -80,9 +80,9 @@ async def test_tokens_and_logits_are_those_of_memory_and_the_replay_tells_the_hi
     assert sum(found.staged for found in kv.found) == counts["hits"]
     assert 0 < counts["hits"] < counts["demanded"]
     settings = SparseSettings(block_tokens=8, sink_tokens=16, window_tokens=32, top=4, ranked=8, ahead=ahead)
-    times = times_of(sequence.log, kv.found, DEVICE.read_s(part_slot_bytes(SHAPE, 8)))
+    times, pace = times_of(sequence.log, kv.found), pace_of(counts, DEVICE, part_slot_bytes(SHAPE, 8))
     path = tmp_path / "r.npz"
-    write_recording(path, sequence.log, times, SHAPE, settings, DEVICE, PROMPT)
+    write_recording(path, sequence.log, times, pace, SHAPE, settings, PROMPT)
     trace = read_attention(path)
     assert trace.first_columns == SETTINGS.cold_blocks(PROMPT)
     for ask in sequence.log.asks:

@@ -185,6 +185,18 @@ def test_a_prompt_that_is_expected_is_waited_for_as_a_whole(
     assert (order.expect_ms, order.by_layer, len(order.ids)) == (700, False, 4)
 
 
+def test_a_match_that_could_not_be_loaded_is_not_believed_again(make: Callable[..., Asker]) -> None:
+    asker, one = make(), request()
+    asker.arrived(one)
+    assert decided(asker, one) == (24, True)
+    asker.allocated(one, [1, 2, 3, 4], 24)
+    asker.moved(["r"], {1, 2, 3})
+    assert decided(asker, one) == (0, False)
+    asker.computes(one, [5, 6, 7, 8], 32)
+    [save] = asker.take_step([], is_idle=False).saves
+    assert (save.first, save.ids) == (0, (5, 6, 7, 8))
+
+
 def test_hints_of_a_request_reach_the_node(make: Callable[..., Asker], link: FakeLink) -> None:
     asker = make()
     one = request(kv_transfer_params={"dpurt": {"pause_ms": 4000, "finish": "tool_use", "resume": "before"}})

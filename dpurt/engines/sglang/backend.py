@@ -30,6 +30,7 @@ from dpurt.engines.sglang.budget import LoadBudget, Policy
 from dpurt.engines.sglang.identity import PoolFacts, Ranks, digests_of, space_of, topology_table
 from dpurt.engines.sglang.pages import page_buffers
 from dpurt.engines.store import Budgets, DigestStore, NodeSettings, access_from, settings_from
+from dpurt.engines.store.memory import memory_at
 from dpurt.engines.store.settings import Seconds
 from dpurt.errors import ConfigError
 
@@ -86,7 +87,7 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
         log.info("dpurt: this engine's space is:\n%s", topology_table(self._settings.space, space))
         self._store = DigestStore(
             self._access, self._settings.space, space, shard=self._ranks.shard,
-            budgets=Budgets.of(self._settings), log=log,
+            budgets=Budgets.of(self._settings), memories=_memories_of(mem_pool_host), log=log,
         )  # fmt: skip
         self._store.greet()
 
@@ -277,6 +278,12 @@ def _facts_of(pool: Any, is_mla: bool) -> PoolFacts:
         head_size=pool.kv_cache_dim if is_mla else pool.head_dim,
         buffer_bytes=tuple(int(size) for size in sizes), is_mla=is_mla,
     )  # fmt: skip
+
+
+def _memories_of(pool: Any) -> list[memoryview]:
+    """The pool's buffers, for fabrics that register memory to do it once."""
+    buffers = pool.kv_buffer if isinstance(pool.kv_buffer, (list, tuple)) else [pool.kv_buffer]
+    return [memory_at(buffer.data_ptr(), buffer.nbytes) for buffer in buffers if buffer is not None]
 
 
 def _load_budget(settings: Settings) -> LoadBudget:

@@ -99,6 +99,7 @@ class DigestStore:
         *,
         shard: int = 0,
         budgets: Budgets | None = None,
+        memories: Sequence[memoryview] = (),
         log: logging.Logger | None = None,
     ) -> None:
         self.name = name
@@ -116,7 +117,7 @@ class DigestStore:
         self._storing = trio.Lock()
         self._client = BlockingClient(
             access.endpoint, host=access.host, spaces={name: space}, fabrics=access.fabrics,
-            timeout_s=self._budgets.load_s, curve=access.curve,
+            timeout_s=self._budgets.load_s, curve=access.curve, memories=memories,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ HELP = {
     "bytes_loaded": "Bytes loaded", "load_s": "Time of loads", "blocks_saved": "Blocks stored",
     "blocks_not_saved": "Blocks not stored", "bytes_saved": "Bytes stored", "save_s": "Time of saves",
     "node_errors": "Calls of the node that failed", "longest_call_s": "Longest wait of the scheduler",
-    "is_up": "Processes whose last word from the node was good",
+    "is_up": "1 while the last word from the node was good",
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ log = logging.getLogger("vllm.dpurt")  # vLLM's handlers print it
 _REFUSALS = frozenset({"unknown_space", "unknown_host", "unauthorised", "protocol", "no_fabric"})
 RETRY_S = 1.0
 PROBE_S = 0.25
+HELLO_S = 5.0
 _CALL_FAILED = (DpurtError, OSError, ValueError)
 
 
@@ -47,6 +48,11 @@ class Link:
             access.endpoint, host=settings.host, spaces={settings.space: space}, fabrics=settings.fabrics,
             timeout_s=1.0, curve=access.curve,
         )  # fmt: skip
+        threading.Thread(target=self._greet, name="dpurt-hello", daemon=True).start()
+
+    def _greet(self) -> None:
+        """Say hello before the first request wants something: it has other limits, and the log says at the start how things are."""
+        self.call(lambda client: client.stats(timeout_s=HELLO_S))
 
     @property
     def state(self) -> str:
@@ -94,8 +100,9 @@ class Link:
 
     def _enter(self, state: str, why: str) -> None:
         with self._lock:
-            changed, self._state = state != self._state or why != self.refusal, state
-            self.refusal = why if state == "refused" else ""
+            refusal = why if state == "refused" else ""
+            changed = (state, refusal) != (self._state, self.refusal)
+            self._state, self.refusal = state, refusal
         if not changed:
             return
         self.tally.count(is_up=int(state == "up"))

@@ -142,9 +142,8 @@ class Asker:
             self._link.tally.why("skipped", ["vocabulary"])
             return
         self._book.open(request.request_id, tokens)
-        answer: Future[m.LookupReply | None] = Future()
         if self._settings.load == "none" or hints.get("load") is False:
-            answer.set_result(None)
+            answer = _no_answer()
         else:
             answer = self._pool.submit(self._ask, request.request_id, tokens)
         self._asked[request.request_id] = _Asked(Stopwatch(), answer, hints)
@@ -230,8 +229,7 @@ class Asker:
                 return False, None
             self._link.tally.count(lookups_late=1)
             asked.answer.cancel()
-            asked.answer = Future()
-            asked.answer.set_result(None)
+            asked.answer = _no_answer()
             return True, None
         finally:
             self._link.tally.count(longest_call_s=time.monotonic() - began)
@@ -278,9 +276,12 @@ class Asker:
         return self._book.take_step(is_idle=is_idle)
 
     def moved(self, loaded: Sequence[str], failed_blocks: Set[int]) -> None:
-        """Asynchronous loads that ended, and blocks that no load brought."""
-        if failed_blocks:
-            self._book.failed(failed_blocks)
+        """Asynchronous loads that ended, and blocks that no load brought.
+
+        A request whose load failed is not told of the match again, or it would try for ever.
+        """
+        for request in self._book.failed(failed_blocks) if failed_blocks else ():
+            self._asked[request].answer = _no_answer()
         for request in loaded:
             self._book.loaded(request)
 
@@ -304,6 +305,12 @@ def _hints_of(request: Any) -> Mapping[str, Any]:
     params = request.kv_transfer_params
     hints = params.get(PARAMS) if isinstance(params, Mapping) else None
     return hints if isinstance(hints, Mapping) else {}
+
+
+def _no_answer() -> Future[m.LookupReply | None]:
+    answer: Future[m.LookupReply | None] = Future()
+    answer.set_result(None)
+    return answer
 
 
 def _whole_number(value: object) -> int | None:

@@ -79,6 +79,12 @@ def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def on_device(node: NodeProcess) -> int:
+    """Records the node has written."""
+    stats: Any = node.stats()
+    return sum(bdev["store"]["appends"] for bdev in stats["bdevs"].values())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_set_exists_get_delete_with_a_restart_in_between(
     tmp_path: Path, start_node: StartNode, layout: str
@@ -205,8 +211,7 @@ def test_a_dead_node_is_misses_within_the_budget_and_hits_again_when_it_is_back(
     ours = {"find_s": 0.3, "load_s": 0.5, "store_s": 0.5}
     with backend(storage_config(tmp_path, ours=ours), pool) as store:
         assert store.batch_set_v1(prompt, indices(0, 1, 2, 3)) == [True] * 4
-        eventually(lambda: node.stats()["storage"])
-        time.sleep(1)  # what was stored reaches the device
+        eventually(lambda: on_device(node) == 4)
         node.kill()
         began = time.monotonic()
         assert store.batch_exists(prompt) == 0

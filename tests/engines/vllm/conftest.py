@@ -69,7 +69,7 @@ class Engine:
                 pass_fds=(3, write), text=True, env={**os.environ, "PYTHONPATH": str(HERE), **env},
             )  # fmt: skip
         os.close(write)
-        self._answers = os.fdopen(read)
+        self.answers = os.fdopen(read)
         self.ready_s = self._read()["ready_s"]
 
     def __enter__(self) -> Engine:
@@ -79,7 +79,7 @@ class Engine:
         self.close()
 
     def _read(self) -> dict[str, Any]:
-        line = self._answers.readline()
+        line = self.answers.readline()
         if not line:
             raise AssertionError(f"the engine ended; its log ends:\n{self._log.read_text()[-4000:]}")
         return dict(json.loads(line))
@@ -112,14 +112,18 @@ class Engine:
         return self._log.read_text(errors="replace")
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        assert self.process.stdin is not None
+        if self.process.stdin.closed:
+            return
+        with suppress(OSError):  # it ended by itself
             self.tell(do="quit")
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self._answers.close()
+            self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.answers.close()
 
 
 class Node:
@@ -148,6 +152,7 @@ class Node:
         """After the test, whatever it did to the process."""
         with suppress(AssertionError):  # never started
             self._process.kill()
+        (self.folder / "run" / "kv.img").unlink(missing_ok=True)  # gigabytes
 
     def freeze(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
@@ -225,7 +230,7 @@ bytes = "{claim.get("staging", "512 MiB")}"
 name = "file"
 kind = "file"
 path = "{run}/kv.img"
-size_bytes = "{claim.get("size", "6 GiB")}"
+size_bytes = "{claim.get("size", "1 GiB")}"
 segment_bytes = "64 MiB"
 [[tenant]]
 name = "t"
