@@ -153,7 +153,7 @@ class RoutingAgent(Actor[None]):
             {
                 "instance_id": rank.config.name, "dp_rank": rank.source.rank, "source": "zmq",
                 "status": "silent" if rank.core.is_silent(now) else "active", "model_name": rank.config.space,
-                "block_size": rank.shape.block_tokens, "endpoint": rank.source.events,
+                "block_size": rank.core.residency.engine.block_tokens, "endpoint": rank.source.events,
             }
             for rank in self._engines.ranks.values()
         ]  # fmt: skip

@@ -19,7 +19,7 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import BlockStore
-from dpurt.agents.engines import BlockShape, EnginesAgent
+from dpurt.agents.engines import EnginesAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -190,9 +190,8 @@ class Node:
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric,
             self.prefetch.observe, self.stats,
         )  # fmt: skip
-        geometries = {space.name: space.geometry for space in config.space}
-        shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
-        self.engines = EnginesAgent(config.engine, shapes)
+        geometries = {space.name: space.geometry.to_geometry() for space in config.space}
+        self.engines = EnginesAgent(config.engine, geometries)
         self.routing = RoutingAgent(config.router.bind, self.engines, self.index, self.staging)
         self.gateway.route = self.routing.route
         self.gateway.on_drain = self.stop
