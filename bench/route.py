@@ -74,14 +74,13 @@ class Fleet:
         if new:
             tokens = msgspec.msgpack.encode(np.frombuffer(prompt[had * WIDTH :], np.int32).tolist())
             above = request.blocks[had - 1] if had else None
-            self.known[host].apply(
-                BlockStored(new, above, msgspec.Raw(tokens), MOONCAKE_BLOCK_TOKENS, medium="GPU")
-            )
+            event = BlockStored(new, above, msgspec.Raw(tokens), MOONCAKE_BLOCK_TOKENS, medium="GPU")
+            self.known[host].apply([event])
         for block in reversed(request.blocks):  # the first ones stay longest
             held[block] = None
             held.move_to_end(block)
         while self._capacity is not None and len(held) > self._capacity:
-            self.known[host].apply(BlockRemoved([held.popitem(last=False)[0]], "GPU"))
+            self.known[host].apply([BlockRemoved([held.popitem(last=False)[0]], "GPU")])
         return had
 
 

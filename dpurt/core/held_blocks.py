@@ -2,7 +2,7 @@
 
 Theory of operation. Engines tell of blocks by the thousand a second, and routers ask for a few prompts; so what is told is
 only noted, and looked at when a question leads there. Blocks that were told together, or each below the last, are a
-*segment*: their hashes, and where their tokens come from (a `TokenSource`, not read yet). A dict for each tier leads from a
+*segment*: their hashes, and their tokens as they were told (a `TokenCodec` can read them, later). A dict for each tier leads from a
 hash to its segment, and says by that who is held; another from a hash to the segments that begin *below* it::
 
     held[HBM]   h0 h1 h2 h3 h4         below[root]   segment A: h0 h1 h2 h3     <- grows at its end
@@ -46,49 +46,51 @@ class Leading(NamedTuple):
     both: int
 
 
-class TokenSource(Protocol):
-    """Where a segment's tokens come from. Raises nothing: what has no tokens has bytes that no prompt has."""
+class TokenCodec(Protocol):
+    """Reads tokens as they were told. Raises nothing: what has no tokens has bytes that no prompt has."""
 
-    def first(self) -> bytes:
-        """The first block's."""
+    def first(self, told: bytes, count: int) -> bytes:
+        """Token bytes of the first of `count` blocks."""
 
-    def blocks(self) -> bytes:
-        """All blocks'."""
+    def blocks(self, told: bytes, count: int) -> bytes:
+        """Token bytes of all of them."""
 
 
 class PlainTokens:
-    """A `TokenSource` of tokens that are there."""
+    """A `TokenCodec` for token bytes that are there."""
 
-    __slots__ = ("_tokens", "_width")
+    def __init__(self, width: int) -> None:
+        self._width = width
 
-    def __init__(self, tokens: bytes, width: int) -> None:
-        self._tokens, self._width = tokens, width
+    def first(self, told: bytes, count: int) -> bytes:
+        return told[: self._width]
 
-    def first(self) -> bytes:
-        return self._tokens[: self._width]
-
-    def blocks(self) -> bytes:
-        return self._tokens
+    def blocks(self, told: bytes, count: int) -> bytes:
+        return told
 
 
 class _Segment:
-    __slots__ = ("above", "content", "hashes", "held", "is_ragged", "key", "label", "sources")
+    __slots__ = ("above", "content", "hashes", "held", "is_ragged", "key", "label", "told")
 
-    def __init__(self, above: Hashable, hashes: list[Hashable], source: TokenSource, label: bytes) -> None:
+    def __init__(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> None:
         self.above = above
         self.hashes = hashes
-        self.sources = [source]  # not read yet; they come after `content`
         self.content = bytearray()
+        self.told = [(told, len(hashes))]  # of how many blocks; not read yet, comes after `content`
         self.held = [0, 0]  # blocks held, by tier
         self.label = label
         self.key = b""  # its name in `_Branches.known`, once it has one
         self.is_ragged = False  # its last blocks went, their tokens may still be there: it grows no more
 
-    def read(self) -> bytearray:
+    def first(self, codec: TokenCodec, width: int) -> bytes:
+        """Its first block's tokens."""
+        return bytes(self.content[:width]) if self.content else codec.first(*self.told[0])
+
+    def read(self, codec: TokenCodec) -> bytearray:
         """Its blocks' tokens; at least as many as it has hashes."""
-        for source in self.sources:
-            self.content += source.blocks()
-        self.sources.clear()
+        for told, count in self.told:
+            self.content += codec.blocks(told, count)
+        self.told.clear()
         return self.content
 
 
@@ -101,10 +103,9 @@ class _Branches:
         self.new: dict[_Segment, None] = {}
         self.known: dict[bytes, list[_Segment]] = {}
 
-    def find(self, key: bytes, width: int) -> Sequence[_Segment]:
+    def find(self, key: bytes, codec: TokenCodec, width: int) -> Sequence[_Segment]:
         for segment in self.new:
-            first = bytes(segment.content[:width]) if segment.content else segment.sources[0].first()
-            segment.key = segment.label + first
+            segment.key = segment.label + segment.first(codec, width)
             self.known.setdefault(segment.key, []).append(segment)
         self.new.clear()
         return self.known.get(key, ())
@@ -128,8 +129,9 @@ class _Branches:
 class HeldBlocks:
     """The blocks of one rank; `width` is the bytes of a block's tokens. Roots and hashes are told apart by their types."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, codec: TokenCodec | None = None) -> None:
         self.width = width
+        self._codec = codec or PlainTokens(width)
         self._held: tuple[dict[Hashable, _Segment | None], dict[Hashable, _Segment | None]] = ({}, {})
         self._below: dict[Hashable, _Branches] = {}
 
@@ -158,17 +160,16 @@ class HeldBlocks:
     # --- changing ---
 
     def store(
-        self,
-        above: Hashable,
-        hashes: Sequence[Hashable],
-        source: TokenSource,
-        tier: HostTier,
-        label: bytes = b"",
+        self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes = b""
     ) -> None:
-        """A chain of blocks is held. `source` has their tokens, `label` is the first one's. Telling again changes nothing."""
+        """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
         mine, other = self._held[tier], self._held[1 - tier]
-        if not (mine.keys().isdisjoint(hashes) and other.keys().isdisjoint(hashes)):
-            self._store_each(above, hashes, source, tier, label)
+        if len(hashes) == 1:
+            is_new = hashes[0] not in mine and hashes[0] not in other
+        else:
+            is_new = mine.keys().isdisjoint(hashes) and other.keys().isdisjoint(hashes)
+        if not is_new:
+            self._store_each(above, hashes, told, tier, label)
             return
         segment = mine.get(above)
         if (
@@ -178,12 +179,13 @@ class HeldBlocks:
             or segment.hashes[-1] != above
             or above in self._below
         ):
-            segment = self._begin(above, list(hashes), source, label)
+            segment = self._begin(above, list(hashes), told, label)
         else:
             segment.hashes += hashes
-            segment.sources.append(source)
+            segment.told.append((told, len(hashes)))
         before = len(mine)
-        mine.update(dict.fromkeys(hashes, segment))
+        for block_hash in hashes:
+            mine[block_hash] = segment
         segment.held[tier] += len(mine) - before
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
@@ -226,7 +228,7 @@ class HeldBlocks:
         branches = self._below.get(above)
         if branches is None:
             return None
-        found = branches.find(label + tokens[at : at + self.width], self.width)
+        found = branches.find(label + tokens[at : at + self.width], self._codec, self.width)
         counts = [(self._common(segment, tokens, at, stop), segment) for segment in found]
         if not counts:
             return None
@@ -238,7 +240,7 @@ class HeldBlocks:
         size, equal = min(len(segment.hashes) * self.width, stop - at), self.width
         if size == equal:
             return 1
-        content = segment.read()
+        content = segment.read(self._codec)
         with memoryview(content) as mine:
             while equal < size:
                 piece = mine[equal : min(equal + _PIECE_BYTES, size)]
@@ -259,8 +261,8 @@ class HeldBlocks:
                 return i
         return count
 
-    def _begin(self, above: Hashable, hashes: list[Hashable], source: TokenSource, label: bytes) -> _Segment:
-        segment = _Segment(above, hashes, source, label)
+    def _begin(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> _Segment:
+        segment = _Segment(above, hashes, told, label)
         branches = self._below.get(above)
         if branches is None:
             branches = self._below[above] = _Branches()
@@ -272,15 +274,17 @@ class HeldBlocks:
             del self._below[segment.above]
 
     def _store_each(
-        self, above: Hashable, hashes: Sequence[Hashable], source: TokenSource, tier: HostTier, label: bytes
+        self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes
     ) -> None:
         """Some of the blocks are known in a tier: each is held with the tokens it has, or gets these."""
-        tokens, mine, other = source.blocks(), self._held[tier], self._held[1 - tier]
+        mine, other = self._held[tier], self._held[1 - tier]
+        tokens = self._codec.blocks(told, len(hashes))
         for i, block_hash in enumerate(hashes):
             segment = mine.get(block_hash) or other.get(block_hash)
             if segment is None:
-                plain = PlainTokens(tokens[i * self.width : (i + 1) * self.width], self.width)
-                segment = self._begin(above, [block_hash], plain, b"" if i else label)
+                segment = self._begin(above, [block_hash], b"", b"" if i else label)
+                segment.told.clear()
+                segment.content += tokens[i * self.width : (i + 1) * self.width]
                 if block_hash in other:
                     other[block_hash] = segment
                     segment.held[1 - tier] += 1

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dpurt.core.held_blocks import HeldBlocks, HostTier, PlainTokens
+from dpurt.core.held_blocks import HeldBlocks, HostTier
 from dpurt.engines.kv_events import BlockHash, BlockRemoved, BlockStored, KvEvent, tokens_of
 
 MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
@@ -62,34 +62,28 @@ class ResidencyStats:
 
 
 class EventTokens:
-    """A `TokenSource`: the tokens of `count` blocks, as an event brought them."""
+    """A `TokenCodec` for tokens as an event brings them."""
 
-    __slots__ = ("_count", "_owner", "_raw")
+    def __init__(self, engine: Engine, stats: ResidencyStats) -> None:
+        self._block_tokens = engine.block_tokens
+        self._width = engine.block_tokens * engine.token_bytes
+        self._code = "i" if engine.token_bytes == 4 else "q"
+        self._stats = stats
 
-    def __init__(self, raw: bytes, count: int, owner: Residency) -> None:
-        self._raw, self._count, self._owner = raw, count, owner
-
-    def first(self) -> bytes:
+    def first(self, told: bytes, count: int) -> bytes:
         """Reads no more than the first block of a plain array."""
-        owner = self._owner
-        return self._packed(
-            first_of(self._raw, owner.engine.block_tokens) if self._count > 1 else self._raw, 1
-        )
+        return self.blocks(first_of(told, self._block_tokens) if count > 1 else told, 1)
 
-    def blocks(self) -> bytes:
-        return self._packed(self._raw, self._count)
-
-    def _packed(self, raw: bytes, count: int) -> bytes:
-        width = self._owner.held.width
+    def blocks(self, told: bytes, count: int) -> bytes:
         try:
-            tokens: Any = tokens_of(raw)
-            packed = array(self._owner.code, tokens).tobytes()
+            tokens: Any = tokens_of(told)
+            packed = array(self._code, tokens).tobytes()
         except (ValueError, OverflowError, TypeError):
             packed = b""
-        if len(packed) == count * width:
+        if len(packed) == count * self._width:
             return packed
-        self._owner.stats.odd += count
-        return b"\xff" * (count * width)
+        self._stats.odd += count
+        return b"\xff" * (count * self._width)
 
 
 class Residency:
@@ -98,80 +92,87 @@ class Residency:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.stats = ResidencyStats()
-        self.code = "i" if engine.token_bytes == 4 else "q"
-        self.held = HeldBlocks(engine.block_tokens * engine.token_bytes)
+        self._codec = EventTokens(engine, self.stats)
+        self._new_held()
         self._repeats: dict[tuple[BlockHash, HostTier], int] = {}
         self._windowed: set[int] = set()  # cache groups that do not keep whole prefixes
 
-    def apply(self, event: KvEvent) -> None:
-        """Enter one event."""
-        if isinstance(event, BlockStored):
-            self._stored(event)
-        elif isinstance(event, BlockRemoved):
-            self._removed(event)
-        else:
-            self.stats.cleared += 1
-            for tier in self.engine.dialect.cleared:
-                self._clear(tier)
+    def _new_held(self) -> None:
+        self.held = HeldBlocks(self.engine.block_tokens * self.engine.token_bytes, self._codec)
+
+    def apply(self, events: Sequence[KvEvent]) -> None:
+        """Enter a message's events, in order."""
+        is_full = len(self.held) > MAX_BLOCKS
+        for event in events:
+            if isinstance(event, BlockStored):
+                if is_full:
+                    self.stats.pass_over("too_many", len(event.block_hashes))
+                else:
+                    self._stored(event)
+            elif isinstance(event, BlockRemoved):
+                self._removed(event)
+            else:
+                self.stats.cleared += 1
+                for tier in self.engine.dialect.cleared:
+                    self._clear(tier)
 
     def reset(self) -> None:
         """Nothing is known of this publisher any more."""
-        self.held = HeldBlocks(self.held.width)
+        self._new_held()
         self._repeats.clear()
         self._windowed.clear()
 
     def _stored(self, event: BlockStored) -> None:
-        hashes = event.block_hashes
-        tier = self._tier(event.medium, len(hashes))
-        if tier is None or not hashes or self._is_of_no_interest(event):
-            return
-        self.stats.stored += len(hashes)
-        if tier in self.engine.dialect.counted:
-            self._count_repeats(hashes, tier)
-        raw = bytes(event.token_ids)
-        if raw in _NO_TOKENS:
-            for block_hash in hashes:
-                self.held.note(block_hash, tier)
-            return
-        if event.block_size != self.engine.block_tokens:
-            self.stats.pass_over("block_size", len(hashes))
-            return
-        above = event.lora_name if event.parent_block_hash is None else event.parent_block_hash
-        extras = event.extra_keys
-        if event.cache_salt or (extras is not None and any(extras)):
-            self._store_labelled(event, above, raw, tier)
-        else:
-            self.held.store(above, hashes, EventTokens(raw, len(hashes), self), tier)
-
-    def _store_labelled(
-        self, event: BlockStored, above: BlockHash | str | None, raw: bytes, tier: HostTier
-    ) -> None:
-        """Blocks some of which have more than tokens: one by one."""
-        hashes, width = event.block_hashes, self.held.width
-        tokens = EventTokens(raw, len(hashes), self).blocks()
-        for i, block_hash in enumerate(hashes):
-            plain = PlainTokens(tokens[i * width : (i + 1) * width], width)
-            self.held.store(above, [block_hash], plain, tier, label_of(_extras_at(event, i)))
-            above = block_hash
-
-    def _is_of_no_interest(self, event: BlockStored) -> bool:
-        count = len(event.block_hashes)
-        if event.kv_cache_spec_kind is not None and event.kv_cache_spec_kind not in _WHOLE_PREFIX:
+        hashes, engine = event.block_hashes, self.engine
+        tier = engine.dialect.media.get(event.medium)
+        kind, lora = event.kv_cache_spec_kind, event.lora_name
+        if tier is None:
+            self.stats.pass_over("medium", len(hashes))
+        elif kind is not None and kind not in _WHOLE_PREFIX:
+            self.stats.pass_over("group", len(hashes))
             if event.group_idx is not None:
                 self._windowed.add(event.group_idx)
-            self.stats.pass_over("group", count)
-        elif event.lora_name is not None and event.lora_name not in self.engine.loras:
-            self.stats.pass_over("lora", count)
-        elif len(self.held) > MAX_BLOCKS:
-            self.stats.pass_over("too_many", count)
+        elif lora is not None and lora not in engine.loras:
+            self.stats.pass_over("lora", len(hashes))
+        elif hashes:
+            self.stats.stored += len(hashes)
+            if tier in engine.dialect.counted:
+                self._count_repeats(hashes, tier)
+            self._enter(event, hashes, tier)
+
+    def _enter(self, event: BlockStored, hashes: list[BlockHash], tier: HostTier) -> None:
+        told, extras = bytes(event.token_ids), event.extra_keys
+        if told in _NO_TOKENS:
+            for block_hash in hashes:
+                self.held.note(block_hash, tier)
+        elif event.block_size != self.engine.block_tokens:
+            self.stats.pass_over("block_size", len(hashes))
         else:
-            return False
-        return True
+            above = event.lora_name if event.parent_block_hash is None else event.parent_block_hash
+            if event.cache_salt or (extras is not None and any(extras)):
+                self._store_labelled(event, above, told, tier)
+            else:
+                self.held.store(above, hashes, told, tier)
+
+    def _store_labelled(
+        self, event: BlockStored, above: BlockHash | str | None, told: bytes, tier: HostTier
+    ) -> None:
+        """Blocks some of which have more than tokens: one by one."""
+        hashes, size = event.block_hashes, self.engine.block_tokens
+        try:
+            tokens = tokens_of(told)
+        except ValueError:
+            tokens = []  # so odd that no prompt has them
+        for i, block_hash in enumerate(hashes):
+            one = msgspec.msgpack.encode(tokens[i * size : (i + 1) * size])
+            self.held.store(above, [block_hash], one, tier, label_of(_extras_at(event, i)))
+            above = block_hash
 
     def _removed(self, event: BlockRemoved) -> None:
         hashes = event.block_hashes
-        tier = self._tier(event.medium, len(hashes))
+        tier = self.engine.dialect.media.get(event.medium)
         if tier is None:
+            self.stats.pass_over("medium", len(hashes))
             return
         if event.group_idx in self._windowed:
             self.stats.pass_over("group", len(hashes))
@@ -185,12 +186,6 @@ class Residency:
         self.held.clear(tier)
         for key in [key for key in self._repeats if key[1] is tier]:
             del self._repeats[key]
-
-    def _tier(self, medium: str | None, blocks: int) -> HostTier | None:
-        tier = self.engine.dialect.media.get(medium)
-        if tier is None:
-            self.stats.pass_over("medium", blocks)
-        return tier
 
     # --- a hash told twice ---
 

@@ -101,8 +101,11 @@ async def test_ranks_are_instances_of_their_own_and_adapters_have_their_own_spac
 async def serve_http(body: bytes, paths: list[str]) -> Any:
     async def answer(stream: trio.SocketStream) -> None:
         async with stream:
-            paths.append((await http.read_request(stream, 1000)).path)
-            await stream.send_all(http.response(200, body))
+            connection = http.HttpConnection(stream, 1000)
+            request = await connection.receive()
+            assert request is not None
+            paths.append(request.path)
+            await connection.answer(200, body)
 
     return answer
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -20,14 +18,10 @@ def tokens(*blocks: int) -> bytes:
     return b"".join(block.to_bytes(WIDTH, "little") for block in blocks)
 
 
-def source(*blocks: int) -> PlainTokens:
-    return PlainTokens(tokens(*blocks), WIDTH)
-
-
 def store(held: HeldBlocks, chain: Chain, first: int, tier: HostTier) -> None:
     """Blocks `first` and on of a chain; a hash is the chain itself, the root is None."""
     hashes = [chain[: i + 1] for i in range(first, len(chain))]
-    held.store(chain[:first] or None, hashes, source(*chain[first:]), tier)
+    held.store(chain[:first] or None, hashes, tokens(*chain[first:]), tier)
 
 
 class Holding(RuleBasedStateMachine):
@@ -87,8 +81,8 @@ TestHolding.settings = settings(max_examples=120, stateful_step_count=40, deadli
 
 def test_a_labelled_block_is_met_only_by_who_names_the_label() -> None:
     held = HeldBlocks(WIDTH)
-    held.store(None, ["salted", "below"], source(1, 2), HostTier.HBM, b"salt")
-    held.store(None, ["plain"], source(1), HostTier.HBM)
+    held.store(None, ["salted", "below"], tokens(1, 2), HostTier.HBM, b"salt")
+    held.store(None, ["plain"], tokens(1), HostTier.HBM)
     assert held.leading(None, tokens(1, 2)) == Leading(1, 1)
     assert held.leading(None, tokens(1, 2), b"salt") == Leading(2, 2)
     assert held.leading(None, tokens(1, 2), b"other") == Leading(0, 0)
@@ -96,14 +90,14 @@ def test_a_labelled_block_is_met_only_by_who_names_the_label() -> None:
 
 def test_roots_have_nothing_in_common() -> None:
     held = HeldBlocks(WIDTH)
-    held.store("adapter", [1], source(1), HostTier.CPU)
+    held.store("adapter", [1], tokens(1), HostTier.CPU)
     assert held.leading(None, tokens(1)) == Leading(0, 0)
     assert held.leading("adapter", tokens(1)) == Leading(0, 1)
 
 
 def test_a_long_prompt_that_differs_late_is_matched_to_the_very_block() -> None:
     held, long = HeldBlocks(WIDTH), 40_000
-    held.store(None, list(range(long)), source(*range(long)), HostTier.HBM)
+    held.store(None, list(range(long)), tokens(*range(long)), HostTier.HBM)
     for at in (0, 1, 8_191, 8_192, long - 1):
         prompt = list(range(long))
         prompt[at] = long + 1
@@ -111,30 +105,30 @@ def test_a_long_prompt_that_differs_late_is_matched_to_the_very_block() -> None:
 
 
 def test_tokens_are_not_read_before_a_prompt_leads_to_them() -> None:
+    reads: list[str] = []
+
     class Watched(PlainTokens):
-        reads: ClassVar[list[str]] = []
+        def first(self, told: bytes, count: int) -> bytes:
+            reads.append("first")
+            return super().first(told, count)
 
-        def first(self) -> bytes:
-            self.reads.append("first")
-            return super().first()
+        def blocks(self, told: bytes, count: int) -> bytes:
+            reads.append("blocks")
+            return super().blocks(told, count)
 
-        def blocks(self) -> bytes:
-            self.reads.append("blocks")
-            return super().blocks()
-
-    held = HeldBlocks(WIDTH)
-    held.store(None, [1, 2, 3], Watched(tokens(1, 2, 3), WIDTH), HostTier.HBM)
-    held.store(3, [4, 5], Watched(tokens(4, 5), WIDTH), HostTier.HBM)
-    assert Watched.reads == []
+    held = HeldBlocks(WIDTH, Watched(WIDTH))
+    held.store(None, [1, 2, 3], tokens(1, 2, 3), HostTier.HBM)
+    held.store(3, [4, 5], tokens(4, 5), HostTier.HBM)
+    assert reads == []
     held.leading(None, tokens(9))
-    assert Watched.reads == ["first"]
+    assert reads == ["first"]
     assert held.leading(None, tokens(1, 2, 3, 4, 6)) == Leading(4, 4)
     held.leading(None, tokens(1, 2, 3, 4, 5))
-    assert Watched.reads == ["first", "blocks", "blocks"]
+    assert reads == ["first", "blocks", "blocks"]
 
 
 def test_a_part_of_a_block_is_no_block() -> None:
     held = HeldBlocks(WIDTH)
-    held.store(None, [1], source(1), HostTier.HBM)
+    held.store(None, [1], tokens(1), HostTier.HBM)
     assert held.leading(None, tokens(1)[:-1]) == Leading(0, 0)
     assert held.leading(None, tokens(1) + b"abc") == Leading(1, 1)
