@@ -196,18 +196,20 @@ class HeldBlocks:
             if segment is not None:
                 segment.held[tier] += 1
 
-    def remove(self, block_hash: Hashable, tier: HostTier) -> None:
-        """A block is no longer held; one that was not is passed over."""
-        segment = self._held[tier].pop(block_hash, None)
-        if segment is None:
-            return
-        held = segment.held
-        held[tier] -= 1
-        if not (held[0] or held[1]):
-            self._end(segment)
-        elif segment.hashes[-1] == block_hash and block_hash not in self._held[1 - tier]:
-            segment.hashes.pop()
-            segment.is_ragged = True
+    def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
+        """Blocks are no longer held; those that were not are passed over."""
+        mine, other = self._held[tier], self._held[1 - tier]
+        for block_hash in hashes:
+            segment = mine.pop(block_hash, None)
+            if segment is None:
+                continue
+            held = segment.held
+            held[tier] -= 1
+            if not (held[0] or held[1]):
+                self._end(segment)
+            elif segment.hashes[-1] == block_hash and block_hash not in other:
+                segment.hashes.pop()
+                segment.is_ragged = True
 
     def clear(self, tier: HostTier) -> None:
         """Nothing is held in that tier any more."""

@@ -103,18 +103,25 @@ class Residency:
     def apply(self, events: Sequence[KvEvent]) -> None:
         """Enter a message's events, in order."""
         is_full = len(self.held) > MAX_BLOCKS
+        gone: list[BlockHash] = []  # evictions come one by one, many in a row: they are entered together
+        gone_from: HostTier | None = None
         for event in events:
+            if isinstance(event, BlockRemoved):
+                tier = self._removed_from(event)
+                if tier is not gone_from:
+                    self._remove(gone, gone_from)
+                    gone, gone_from = [], tier
+                gone += event.block_hashes
+                continue
+            self._remove(gone, gone_from)
+            gone = []
             if isinstance(event, BlockStored):
-                if is_full:
-                    self.stats.pass_over("too_many", len(event.block_hashes))
-                else:
-                    self._stored(event)
-            elif isinstance(event, BlockRemoved):
-                self._removed(event)
+                self._stored(event, is_full)
             else:
                 self.stats.cleared += 1
                 for tier in self.engine.dialect.cleared:
                     self._clear(tier)
+        self._remove(gone, gone_from)
 
     def reset(self) -> None:
         """Nothing is known of this publisher any more."""
@@ -122,7 +129,7 @@ class Residency:
         self._repeats.clear()
         self._windowed.clear()
 
-    def _stored(self, event: BlockStored) -> None:
+    def _stored(self, event: BlockStored, is_full: bool) -> None:
         hashes, engine = event.block_hashes, self.engine
         tier = engine.dialect.media.get(event.medium)
         kind, lora = event.kv_cache_spec_kind, event.lora_name
@@ -134,6 +141,8 @@ class Residency:
                 self._windowed.add(event.group_idx)
         elif lora is not None and lora not in engine.loras:
             self.stats.pass_over("lora", len(hashes))
+        elif is_full:
+            self.stats.pass_over("too_many", len(hashes))
         elif hashes:
             self.stats.stored += len(hashes)
             if tier in engine.dialect.counted:
@@ -168,19 +177,23 @@ class Residency:
             self.held.store(above, [block_hash], one, tier, label_of(_extras_at(event, i)))
             above = block_hash
 
-    def _removed(self, event: BlockRemoved) -> None:
-        hashes = event.block_hashes
+    def _removed_from(self, event: BlockRemoved) -> HostTier | None:
+        """The tier; None when it is of no interest."""
         tier = self.engine.dialect.media.get(event.medium)
         if tier is None:
-            self.stats.pass_over("medium", len(hashes))
-            return
-        if event.group_idx in self._windowed:
-            self.stats.pass_over("group", len(hashes))
+            self.stats.pass_over("medium", len(event.block_hashes))
+        elif event.group_idx in self._windowed:
+            self.stats.pass_over("group", len(event.block_hashes))
+            return None
+        return tier
+
+    def _remove(self, hashes: list[BlockHash], tier: HostTier | None) -> None:
+        if tier is None or not hashes:
             return
         self.stats.removed += len(hashes)
-        for block_hash in hashes:
-            if not (self._repeats and self._forget_repeat(block_hash, tier)):
-                self.held.remove(block_hash, tier)
+        if self._repeats:
+            hashes = [block_hash for block_hash in hashes if not self._forget_repeat(block_hash, tier)]
+        self.held.remove(hashes, tier)
 
     def _clear(self, tier: HostTier) -> None:
         self.held.clear(tier)

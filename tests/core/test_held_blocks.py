@@ -48,7 +48,7 @@ class Holding(RuleBasedStateMachine):
 
     @rule(chain=chains, tier=tiers)
     def remove(self, chain: Chain, tier: HostTier) -> None:
-        self.held.remove(chain, tier)
+        self.held.remove([chain], tier)
         self.lose({(tier, chain)})
 
     @rule(tier=tiers)
