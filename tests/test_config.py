@@ -511,7 +511,7 @@ def engine(**fields: Any) -> Callable[[Tree], object]:
         ({"discovery": "https://127.0.0.1"}, "expected http://"),
         ({"events": ["ipc:///a"], "space": "other"}, "no space 'other'"),
         ({"events": ["ipc:///a"], "loras": {"a": "other"}}, "no space 'other'"),
-        ({"events": ["ipc:///a"], "kind": "other"}, "Invalid enum value"),
+        ({"events": ["ipc:///a"], "kind": "other"}, "one of: 'sglang', 'vllm'"),
     ],
 )
 def test_an_engine_that_cannot_be_followed_is_refused(fields: Tree, problem: str) -> None:
