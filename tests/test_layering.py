@@ -69,7 +69,7 @@ IMPURE = {
     "asyncio", "logging", "os", "pathlib", "prometheus_client", "secrets", "socket", "structlog", "subprocess",
     "tempfile", "threading", "time", "trio", "zmq",
 }  # fmt: skip
-SANS_IO_PARTS = {"core", "wire"}
+SANS_IO_PARTS = {"core", "wire", "engines"}
 
 BANNED_MODULES = {
     "agents",
