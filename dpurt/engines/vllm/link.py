@@ -27,6 +27,7 @@ _REFUSALS = frozenset({"unknown_space", "unknown_host", "unauthorised", "protoco
 RETRY_S = 1.0
 PROBE_S = 0.25
 HELLO_S = 5.0
+ROOM_S = 0.05
 _CALL_FAILED = (DpurtError, OSError, ValueError)
 
 
@@ -113,6 +114,16 @@ class Link:
             log.warning("dpurt: down, the engine goes on without and tries again: %s", why)
         else:
             log.info("dpurt: up, node %s, space %s", self._endpoint, self.settings.space)
+
+
+def until_room(attempt: Callable[[float], list[str]], budget_s: float) -> list[str]:
+    """Statuses of a store that gets its remaining time, tried again while the node has no room and there is time."""
+    watch = Stopwatch()
+    statuses = attempt(budget_s)
+    while "no_room" in statuses and budget_s - watch.s > ROOM_S:
+        time.sleep(ROOM_S)
+        statuses = attempt(max(ROOM_S, budget_s - watch.s))
+    return statuses
 
 
 def code_of(error: Exception) -> str:
