@@ -98,6 +98,7 @@ class DpurtTier(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._rows = np.empty((0, 0), np.uint8)  # vLLM unmaps the region next
         release(self._link)
 
     # --- jobs ---

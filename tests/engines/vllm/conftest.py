@@ -308,5 +308,5 @@ num_layers = 30
 num_kv_heads = 1
 head_size = 1
 part_bytes = {30 * GROUP["float32"]}
-packing = "vllm-chunk:default:1"
+packing = "vllm-chunk:LBHNC:1"
 {tail}"""
