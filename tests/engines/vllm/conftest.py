@@ -191,7 +191,8 @@ class Node:
             "kv_connector_module_path": "broken" if broken else "dpurt.engines.vllm.connector",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
-                "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1", **extra
+                "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1",
+                "lookup_budget_ms": 10_000, **extra,  # a machine that does much else must not turn hits into misses
             },
         }  # fmt: skip
 
