@@ -178,10 +178,10 @@ class Asker:
 
     def _ask(self, request: str, tokens: bytes) -> m.LookupReply | None:
         """In a thread."""
-        if not self._link.is_worth_a_try():
+        if not self._link.is_up:
             return None
         watch = Stopwatch()
-        budget = self._link.patience(self._settings.lookup_budget_ms / 1000)
+        budget = self._settings.lookup_budget_ms / 1000
         reply = self._link.call(
             lambda client: client.lookup(
                 self._settings.space, request, tokens,

@@ -114,7 +114,7 @@ class DpurtTier(SecondaryTierManager):  # type: ignore[misc]
         keys = [bytes(key) for key in job.keys]
         rows = [self._rows[int(chunk)] for chunk in job.chunk_ids]
         try:
-            if self._link.is_worth_a_try():
+            if self._link.is_up:
                 good.update(move(name, keys, rows))
         except _LOST as error:
             self._link.failed(error)
@@ -170,11 +170,11 @@ class DpurtTier(SecondaryTierManager):  # type: ignore[misc]
                     timeout_s=left,
                 )
 
-        return until_room(attempt, self._link.patience(self._settings.store_timeout_s))
+        return until_room(attempt, self._settings.store_timeout_s)
 
     def _load(self, name: str, keys: Keys, rows: Rows) -> list[bytes]:
         """Those keys whose bytes are in their rows afterwards."""
-        budget, good = self._link.patience(self._settings.load_timeout_s), []
+        budget, good = self._settings.load_timeout_s, list[bytes]()
         with self._link.guarded():
             self._link.client.lookup(
                 self._settings.space, name, digests=keys, chained=False, timeout_s=budget

@@ -347,7 +347,7 @@ class Mover:
         """Is it worth a try? Blocks wait for their save at most `save_timeout_s`, and not at all while the node is down."""
         if job.order.request in self._no_save:
             return False
-        why = "down" if not self._link.is_worth_a_try() else ""
+        why = "" if self._link.is_up else "down"
         if job.watch.s > self._settings.save_timeout_s:
             why = "late"
         if why:
@@ -378,8 +378,9 @@ class Mover:
 
     def _store(self, job: _Job, first: int, count: int) -> bool:
         """Store what was read; False when later blocks of the request would have no parent."""
-        budget = self._link.patience(self._settings.save_timeout_s)
-        statuses = until_room(lambda left: self._try_store(job, first, count, left), budget)
+        statuses = until_room(
+            lambda left: self._try_store(job, first, count, left), self._settings.save_timeout_s
+        )
         lost = [s for s in statuses if s not in ("stored", "exists", "in_flight")]
         self._link.tally.why("blocks_not_saved", lost)
         return not lost
