@@ -29,8 +29,8 @@ from dpurt.runtime.actor import Actor
 from dpurt.transport import SocketOptions, ZmqSocket, http, open_context
 
 log = structlog.get_logger()
-UNREAD_MESSAGES = 10_000  # of one rank
-MAX_MESSAGE_BYTES = 64 << 20
+UNREAD_MESSAGES = 4096  # of one rank; what does not fit is lost, noticed and replayed
+MAX_MESSAGE_BYTES = 16 << 20
 AT_ONCE = 32  # messages of one rank before others get a turn
 TICK_S = 1.0
 DISCOVERY_S = 5.0
