@@ -172,21 +172,18 @@ class HeldBlocks:
             self._store_each(above, hashes, told, tier, label)
             return
         segment = mine.get(above)
-        if (
-            segment is None
-            or label
-            or segment.is_ragged
-            or segment.hashes[-1] != above
-            or above in self._below
-        ):
-            segment = self._begin(above, list(hashes), told, label)
-        else:
+        if segment is not None and segment.hashes[-1] == above and self._may_grow(segment, label):
             segment.hashes += hashes
             segment.told.append((told, len(hashes)))
+        else:
+            segment = self._begin(above, list(hashes), told, label)
         before = len(mine)
         for block_hash in hashes:
             mine[block_hash] = segment
         segment.held[tier] += len(mine) - before
+
+    def _may_grow(self, segment: _Segment, label: bytes) -> bool:
+        return not (segment.is_ragged or label or segment.hashes[-1] in self._below)
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
