@@ -382,17 +382,22 @@ class VerbsEndpoint:
         with trio.move_on_after(REJOIN_S):
             while offered.number in self._offered and self._closed is None:
                 await self._changed.wait()
-        if self._offered.pop(offered.number, None) is not None:
-            offered.destroy()
-            self.lanes.policy.broke(
-                lane.index, "the node did not replace a broken queue pair", trio.current_time()
-            )
-            return False
-        self.lanes.take(lane, offered)
-        return offered.is_usable
+        self._offered.pop(offered.number, None)
+        if offered.is_usable:
+            self.lanes.take(lane, offered)
+            return True
+        why = offered.failure or "the node did not replace a broken queue pair"
+        offered.destroy()
+        self.lanes.policy.broke(lane.index, why, trio.current_time())
+        return False
 
     async def _far_end_broke(self, number: int) -> None:
         """Our end may have the better reason on its way: give it a moment."""
+        offered = self._offered.pop(number, None)
+        if offered is not None:
+            offered.fail("the node could not replace it")
+            self._change()
+            return
         await trio.sleep(FAR_END_S)
         for lane in self.lanes.lanes:
             if lane.queue_pair is not None and lane.queue_pair.number == number and lane.is_usable:
