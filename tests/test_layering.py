@@ -24,7 +24,7 @@ DRIVERS = RDMA | {"bdev", "fabric", "transport", "engines"}
 KERNEL = DRIVERS | {"runtime"}
 SETTINGS = {"keys", "config"}
 AGENTS = KERNEL | SETTINGS | {"agents"}
-ANYTHING = AGENTS | {"node", "client", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
+ANYTHING = AGENTS | {"node", "client", "probe", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
     "json_output", "progress",
 }  # fmt: skip
 
@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "replay": ANYTHING,
     "bench": ANYTHING,
     "doctor": ANYTHING,
+    "probe": ANYTHING,
     "demo": ANYTHING,
     "commands": ANYTHING,
     "cli": ANYTHING,

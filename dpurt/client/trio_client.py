@@ -34,6 +34,7 @@ from dpurt.client.in_order import InOrder
 from dpurt.client.zones import Prompt, Zones
 from dpurt.core.identity import Space
 from dpurt.core.landing_zone import ZoneLayout
+from dpurt.core.rails import LaneState
 from dpurt.errors import (
     DeadlineExceeded,
     FabricError,
@@ -165,6 +166,14 @@ class Client:
     def is_connected(self) -> bool:
         """True while the last word from the node was not a failure."""
         return self._session is not None
+
+    @property
+    def lanes(self) -> Sequence[LaneState]:
+        """The lanes of the present link (verbs has some): what each carried, how fast it is, how it broke. A snapshot's owner
+        changes it.
+        """
+        group = None if self._session is None else getattr(self._session.endpoint, "lanes", None)
+        return [] if group is None else list(group.states)
 
     async def session(self, deadline: float) -> m.HelloReply:
         """The current session's terms; opens one when there is none."""
