@@ -373,6 +373,9 @@ def test_every_call_of_the_blocking_client(tmp_path: Path, fabric: str) -> None:
         eventually(lambda: on_node(scopes_of) == 1)
         client.cancel("r")
         assert on_node(scopes_of) == 0
+        assert client.landing_zone("s", 4)
+        client.lookup("s", "z", prompt)
+        eventually(lambda: [block.source for block in client.load("z", 0, into)] == ["landing"] * 3)
 
 
 def test_hints_arrive_in_the_order_they_were_given_in(tmp_path: Path) -> None:
