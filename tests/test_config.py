@@ -529,3 +529,24 @@ def test_engines_have_names_of_their_own() -> None:
 
 def test_the_routing_page_is_for_loopback_only() -> None:
     assert "not loopback" in str(refusal(lambda t: t.update(router={"bind": "192.0.2.1:80"})))
+
+
+# --- rails ---
+
+
+def test_rails_are_the_tables_or_the_one_device_and_hosts_name_only_known_ones() -> None:
+    data = tree()
+    assert [rail.name for rail in config_from(data).rails()] == ["rdma"]
+    data["rail"] = [
+        {"name": "a", "address": "10.0.0.1", "switch": "x"},
+        {"name": "b", "device": "mlx5_1", "numa": 1},
+    ]
+    rails = config_from(data).rails()
+    assert [(rail.name, rail.switch, rail.numa) for rail in rails] == [("a", "x", None), ("b", "", 1)]
+    data["host"] = [{"name": "h", "spaces": ["s"], "rails": ["a", "c"]}]
+    with pytest.raises(ConfigError, match=r"host\[0\].rails\[1\].*no rail 'c'; known: a, b"):
+        config_from(data)
+    data["host"] = []
+    data["rail"] = [{"name": "a"}]
+    with pytest.raises(ConfigError, match="rail 'a': give device, address or both"):
+        config_from(data)
