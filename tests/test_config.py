@@ -536,3 +536,24 @@ def test_an_engine_that_cannot_replay_is_warned_of() -> None:
     assert any("no replay endpoint" in warning for warning in config.warnings())
     config = config_from(changed(engine(events=["ipc:///a"], replay=["ipc:///b"])), "node.toml")
     assert not any("replay" in warning for warning in config.warnings())
+
+
+# --- rails ---
+
+
+def test_rails_are_the_tables_or_the_one_device_and_hosts_name_only_known_ones() -> None:
+    data = tree()
+    assert [rail.name for rail in config_from(data).rails()] == ["rdma"]
+    data["rail"] = [
+        {"name": "a", "address": "10.0.0.1", "switch": "x"},
+        {"name": "b", "device": "mlx5_1", "numa": 1},
+    ]
+    rails = config_from(data).rails()
+    assert [(rail.name, rail.switch, rail.numa) for rail in rails] == [("a", "x", None), ("b", "", 1)]
+    data["host"] = [{"name": "h", "spaces": ["s"], "rails": ["a", "c"]}]
+    with pytest.raises(ConfigError, match=r"host\[0\].rails\[1\].*no rail 'c'; known: a, b"):
+        config_from(data)
+    data["host"] = []
+    data["rail"] = [{"name": "a"}]
+    with pytest.raises(ConfigError, match="rail 'a': give device, address or both"):
+        config_from(data)
