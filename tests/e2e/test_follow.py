@@ -55,8 +55,8 @@ async def test_an_empty_batch_says_that_nothing_happened(tmp_path: Path) -> None
     async with node_and_host(tmp_path) as (_, client):
         first = await client.subscribe("s")
         began = trio.current_time()
-        nothing = await client.subscribe("s", first.cursor, wait_s=0.3)
-        assert 0.1 < trio.current_time() - began < 0.3
+        nothing = await client.subscribe("s", first.cursor, wait_s=1.0)
+        assert trio.current_time() - began > 0.5
         assert (nothing.changes, nothing.is_current, nothing.lost) == ([], True, False)
 
 
