@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import trio
 
-from dpurt.bench.live import NODE_BLOCK_TOKENS, QUICK, Setup, _drive, _topology, play, predict
+from dpurt.bench.live import NODE_BLOCK_TOKENS, QUICK, Setup, _topology, drive, play, predict
 from dpurt.demo.nodes import NodeProcess
 from dpurt.replay.decisions import verify
 from dpurt.replay.formats import read_trace
 from dpurt.replay.lint import lint
 from dpurt.replay.recording import read_recording
 from dpurt.replay.trace import Request
-from dpurt.runtime.paced_clock import PacedClock
 
 TURNS = 3
 CHAINS = [tuple(range(100 * k, 100 * k + 12)) for k in range(4)]
@@ -63,7 +61,7 @@ def test_a_node_killed_in_the_middle_leaves_a_recording_that_is_good_to_its_last
     topology.write_text(_topology("dpurt", requests(), setup, tmp_path))
     options = ["--record", str(record), "--pace", "12"]
     with NodeProcess(topology, tmp_path / "run", tmp_path / "node.log", options) as node:
-        trio.run(_drive, topology, node.endpoint, requests()[:6], setup, clock=PacedClock(12))
+        drive(topology, node.endpoint, requests()[:6], setup)
         node.kill()
     recording = read_recording(record)
     assert not recording.is_whole
