@@ -113,13 +113,19 @@ class DpurtL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         layouts = {group: _layout_of_group(desc) for group, desc in group_layout_descs.items()}
         batches = self._batches(keys, [layouts.get(key.object_group_id) for key in keys])
 
+        missed: set[int] = set()  # of which a node said so; one that is away has lost nothing
+
+        def took(answer: Answer, positions: list[int]) -> None:
+            if answer.is_whole:
+                missed.update(positions)
+
         def done(here: list[bool]) -> None:
             try:
-                self._note_gone([key for key, is_here in zip(keys, here, strict=True) if not is_here])
+                self._note_gone([keys[i] for i in sorted(missed) if not here[i]])
             finally:
                 self._looked_up.put(task, _bitmap(here))
 
-        self._spread(batches, keys, lambda store, _, digests: store.find(digests), done)
+        self._spread(batches, keys, lambda store, _, digests: store.find(digests), done, took)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
