@@ -8,8 +8,9 @@ trace's blocks have fewer bytes, the same for both policies. Then each recording
 - is fed back (`dpurt replay RECORDING --verify`): the same cores, told the recorded completions, must decide as they did;
 - is replayed under the other policy: what the node would have done with it, before it is tried.
 
-Hits and lateness (a block found on its way when it was needed) are shares of all block references, differences in points. What is predicted is a node with the CPU it needs: where
-arrivals came late because the machine was busy with something else, a difference is no verdict (`arrivals_late_s`).
+Hits and lateness (a block found on its way when it was needed) are shares of all block references, differences in points. What is
+predicted is a node with the CPU it needs: where arrivals came late because the machine was busy with something else, a
+difference is no verdict (`arrivals_late_s`).
 """
 
 from __future__ import annotations
