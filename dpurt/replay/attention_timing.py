@@ -82,7 +82,8 @@ class ReadPipe:
 
     def enter_step(self, step: int) -> None:
         """From now on reads take as long as they did in this step of the recording, if there is one: never less than the device
-        needs, and now and then longer (an exponential tail), so that mean and deviation are those recorded.
+        needs, and now and then longer (an exponential tail), so that mean and deviation are those recorded. Reads one turn
+        waits for share the tail: there it is the machine that was busy, not the device.
         """
         if self._reads is not None and step >= 0:
             mean, deviation = self._reads[step].tolist()
@@ -98,10 +99,11 @@ class ReadPipe:
     def demand(self, slots: Iterable[int], now: float) -> float:
         """Read these before whatever waits; when the last one lands. `now` for none."""
         self._start(now + self._node_s)
-        last = now
+        last, shared = now, None if self._reads is None else self._tail()
         for slot in slots:
             self._waiting.pop(slot, None)
-            last = max(last, self._read(now + self._node_s))
+            tail_s = self._tail() if shared is None else shared
+            last = max(last, self._read(now + self._node_s, tail_s))
         return last
 
     def landing(self, slot: int, now: float) -> float | None:
@@ -119,8 +121,11 @@ class ReadPipe:
             if max(self._free_at, ready) > now:
                 return
             del self._waiting[slot]
-            self._lands[slot] = self._read(ready)
+            self._lands[slot] = self._read(ready, self._tail())
 
-    def _read(self, ready: float) -> float:
+    def _tail(self) -> float:
+        return self._tail_s * self._random.expovariate(1.0)
+
+    def _read(self, ready: float, tail_s: float) -> float:
         self._free_at = max(self._free_at, ready) + self._transfer_s
-        return self._free_at + self._latency_s + self._tail_s * self._random.expovariate(1.0)
+        return self._free_at + self._latency_s + tail_s
