@@ -172,9 +172,9 @@ class Server:
 
 
 class Engine:
-    """LMCache's bench client with one simulated worker, whose tensors we look into."""
+    """LMCache's bench client with simulated workers, whose tensors we look into."""
 
-    def __init__(self, server: Server, num_chunks: int, shape: Shape = TINY) -> None:
+    def __init__(self, server: Server, num_chunks: int, shape: Shape = TINY, tp_size: int = 1) -> None:
         from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
         from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 
@@ -182,7 +182,7 @@ class Engine:
         self.num_tokens = num_chunks * shape.chunk
         config = BenchConfig(
             rpc_url=f"tcp://127.0.0.1:{server.rpc_port}", http_url=f"http://127.0.0.1:{server.http_port}",
-            mode="cpu", transfer_mode="engine_driven", tp_size=1, use_mla=False,
+            mode="cpu", transfer_mode="engine_driven", tp_size=tp_size, use_mla=False,
             num_tokens=self.num_tokens - 1,  # the client puts the sequence's number before
             kvcache_shape_spec=(
                 f"(2,{shape.blocks},{BLOCK},{shape.heads},{shape.head_size}):{shape.dtype}:{shape.layers}"

@@ -250,6 +250,15 @@ def test_batches_are_told_to_sglangs_collector(tmp_path: Path, start_node: Start
         assert store.get_stats().backup_pgs == []
 
 
+def test_clearing_is_reported_as_not_done(tmp_path: Path, start_node: StartNode) -> None:
+    start_node()
+    with backend(storage_config(tmp_path), mha_pool()) as store:
+        store.batch_set_v1(keys(1), indices(0))
+        with pytest.raises(Exception, match="dpurt epoch bump tiny"):
+            store.clear()
+        assert store.batch_exists(keys(1)) == 1
+
+
 def test_pools_of_hybrid_models_fail_the_attach(tmp_path: Path, start_node: StartNode) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
