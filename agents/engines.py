@@ -1,4 +1,4 @@
-"""The engines agent: follows inference engines' KV events and keeps what their hosts hold (`HostTiers`).
+"""The engines agent: follows inference engines' KV events and keeps what their hosts hold (`HeldBlocks`).
 
 One task per engine finds its ranks (from the topology, or by asking the engine), one per rank receives, and one at a time per
 rank replays. What to make of a message is `dpurt.engines.Publisher`'s to say. An engine that cannot be found is asked again,
@@ -9,7 +9,7 @@ Restart: cores are kept, sockets are new; each core is told that its way was int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -18,7 +18,7 @@ import trio
 import zmq
 
 from dpurt.config import EngineConfig
-from dpurt.core.host_tiers import MAX_INSTANCES, Held, HostTiers
+from dpurt.core.identity import Geometry
 from dpurt.core.routing import Holding
 from dpurt.engines import KINDS
 from dpurt.engines.publisher import Ask, Publisher
@@ -39,23 +39,13 @@ REPLAY_S = 120.0
 PAUSES_S = (1.0, 2.0, 5.0, 15.0)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """How an engine cuts prompts of a space."""
-
-    block_tokens: int
-    token_bytes: int
-
-
 @dataclass(slots=True)
 class Rank:
     """One rank of one engine: an instance requests may be routed to."""
 
     name: str
-    number: int
     config: EngineConfig
     source: Source
-    shape: BlockShape
     core: Publisher
     was_silent: bool = False
     asks: trio.MemorySendChannel[Ask] = field(init=False)
@@ -68,17 +58,11 @@ class Rank:
             "replays_failed": stats.replays_failed, "replayed": stats.replayed, "repeats": stats.repeats,
             "generations": stats.generations, "lost": stats.lost, "skipped_events": stats.skipped_events,
             "dropped_events": stats.dropped_events, "malformed": dict(stats.malformed),
-            "blocks_stored": held.stored, "blocks_removed": held.removed, "clears": held.cleared,
-            "blocks_placed_late": held.placed_late, "blocks_forgotten": held.forgotten,
-            "blocks_passed_over": dict(held.passed_over), "in_limbo": core.residency.in_limbo,
+            "blocks_stored": held.stored, "blocks_removed": held.removed, "clears": held.cleared, "blocks_odd": held.odd,
+            "blocks_passed_over": dict(held.passed_over), "blocks_held": len(core.residency.held),
             "is_silent": int(core.is_silent(now)), "is_partial": int(core.is_partial),
             "stale_s": -1.0 if core.confirmed_at is None else round(now - core.confirmed_at, 3),
         }  # fmt: skip
-
-
-def root_name(space: str, block_tokens: int) -> str:
-    """Prompts of a space cut into blocks of one size have a tree of their own."""
-    return f"{space}/{block_tokens}"
 
 
 class EnginesAgent(Actor[None]):
@@ -86,21 +70,19 @@ class EnginesAgent(Actor[None]):
 
     name = "engines"
 
-    def __init__(self, engines: tuple[EngineConfig, ...], shapes: dict[str, BlockShape]) -> None:
+    def __init__(self, engines: tuple[EngineConfig, ...], geometries: Mapping[str, Geometry]) -> None:
         super().__init__(1)
-        self.tiers = HostTiers()
         self.ranks: dict[tuple[str, int], Rank] = {}
         self.unfound: dict[str, str] = {}  # engines whose ranks are not known, and why
         self._engines = engines
-        self._shapes = shapes
+        self._geometries = geometries
         self._context: zmq.Context[zmq.Socket[bytes]]
 
     def stats(self) -> dict[str, object]:
         """By rank."""
         now = trio.current_time()
         return {
-            "ranks": {rank.name: rank.stats(now) for rank in self.ranks.values()},
-            "blocks": len(self.tiers), "unfound": dict(self.unfound),
+            "ranks": {rank.name: rank.stats(now) for rank in self.ranks.values()}, "unfound": dict(self.unfound),
         }  # fmt: skip
 
     def serving(self, space: str) -> list[Rank]:
@@ -111,21 +93,17 @@ class EnginesAgent(Actor[None]):
             if space == rank.config.space or space in rank.config.loras.values()
         ]
 
-    def holdings(self, space: str, ranks: Sequence[Rank], tokens: bytes, label: bytes = b"") -> list[Holding]:
-        """What each of these ranks holds of a prompt (whose first block has this label)."""
-        held: dict[BlockShape, Held] = {}
-        for shape in {rank.shape for rank in ranks}:
-            root = self.tiers.root(root_name(space, shape.block_tokens))
-            width = shape.block_tokens * shape.token_bytes
-            held[shape] = self.tiers.held(root, tokens, width, len(self.ranks), label)
-        return [
-            Holding(
-                rank.name,
-                held[rank.shape].hbm[rank.number] * rank.shape.block_tokens,
-                held[rank.shape].any[rank.number] * rank.shape.block_tokens,
-            )
-            for rank in ranks
-        ]
+    @staticmethod
+    def holdings(space: str, ranks: Sequence[Rank], tokens: bytes, label: bytes = b"") -> list[Holding]:
+        """What each of these ranks holds of a prompt (whose first block has this label), in tokens."""
+        found = []
+        for rank in ranks:
+            loras = [lora for lora, name in rank.config.loras.items() if name == space]
+            root = None if space == rank.config.space else loras[0]
+            size = rank.core.residency.engine.block_tokens
+            leading = rank.core.residency.held.leading(root, tokens, label)
+            found.append(Holding(rank.name, leading.hbm * size, leading.both * size))
+        return found
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         with open_context() as self._context:
@@ -142,9 +120,7 @@ class EnginesAgent(Actor[None]):
         sources = await self._sources(engine)
         async with trio.open_nursery() as nursery:
             for source in sources:
-                rank = self._rank(engine, source, len(sources))
-                if rank is not None:
-                    nursery.start_soon(self._follow_rank, rank)
+                nursery.start_soon(self._follow_rank, self._rank(engine, source, len(sources)))
 
     async def _sources(self, engine: EngineConfig) -> list[Source]:
         if engine.discovery is None:
@@ -176,28 +152,20 @@ class EnginesAgent(Actor[None]):
         body = await http.get(address.rstrip("/") + kind.discovery_path)
         return kind.sources(body, urlsplit(address).hostname or "")
 
-    def _rank(self, engine: EngineConfig, source: Source, count: int) -> Rank | None:
-        """A rank's state, kept over restarts; None when there is no room for one more."""
+    def _rank(self, engine: EngineConfig, source: Source, count: int) -> Rank:
+        """A rank's state, kept over restarts."""
         known = self.ranks.get((engine.name, source.rank))
         if known is not None:
             known.source = source
             return known
-        if len(self.ranks) == MAX_INSTANCES:
-            log.warning("too_many_ranks", engine=engine.name, rank=source.rank, at_most=MAX_INSTANCES)
-            return None
-        space = self._shapes[engine.space]
-        block_tokens = engine.block_tokens or source.block_tokens or space.block_tokens
-        names = [(None, engine.space), *engine.loras.items()]
-        roots = {lora: self.tiers.root(root_name(name, block_tokens)) for lora, name in names}
+        geometry = self._geometries[engine.space]
         mine = Engine(
-            instance=len(self.ranks), dialect=KINDS[engine.kind].dialect, roots=roots,
-            block_tokens=block_tokens, token_bytes=space.token_bytes,
+            dialect=KINDS[engine.kind].dialect, loras=frozenset(engine.loras), token_bytes=geometry.token_bytes,
+            block_tokens=engine.block_tokens or source.block_tokens or geometry.block_tokens,
         )  # fmt: skip
-        core = Publisher(
-            Residency(mine, self.tiers), has_replay=source.replay is not None, now=trio.current_time()
-        )
+        core = Publisher(Residency(mine), has_replay=source.replay is not None, now=trio.current_time())
         name = engine.name if count == 1 else f"{engine.name}/{source.rank}"
-        rank = Rank(name, len(self.ranks), engine, source, BlockShape(block_tokens, space.token_bytes), core)
+        rank = Rank(name, engine, source, core)
         self.ranks[engine.name, source.rank] = rank
         return rank
 

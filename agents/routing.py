@@ -36,7 +36,7 @@ from .staging import StagingAgent
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 32 << 20
-REQUEST_S = 5.0
+REQUEST_S = 30.0  # for a request, and for the next one to come
 
 
 class RoutingAgent(Actor[None]):
@@ -103,16 +103,31 @@ class RoutingAgent(Actor[None]):
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         async with stream:
-            with trio.move_on_after(REQUEST_S):
-                try:
-                    try:
-                        request = await http.read_request(stream, MAX_BODY_BYTES)
-                        status, body = self._answer(request)
-                    except RemoteProtocolError as error:
-                        status, body = _refusal(error)
-                    await stream.send_all(http.response(status, body))
-                except trio.BrokenResourceError:
-                    return
+            connection = http.HttpConnection(stream, MAX_BODY_BYTES)
+            try:
+                goes_on = True
+                while goes_on:
+                    with trio.move_on_after(REQUEST_S) as limit:
+                        goes_on = await self._serve_one(connection)
+                    goes_on = goes_on and not limit.cancelled_caught
+            except trio.BrokenResourceError:
+                return
+
+    async def _serve_one(self, connection: http.HttpConnection) -> bool:
+        """One request; whether the connection stays open."""
+        try:
+            request = await connection.receive()
+        except RemoteProtocolError as error:
+            await connection.answer(*_refusal(error))
+            return False
+        if request is None:
+            return False
+        try:
+            status, body = self._answer(request)
+        except RemoteProtocolError as error:
+            status, body = _refusal(error)
+        await connection.answer(status, body)
+        return request.wants_more
 
     def _answer(self, request: http.HttpRequest) -> tuple[int, bytes]:
         pages: dict[tuple[str, str], Callable[[bytes], object]] = {
@@ -153,7 +168,7 @@ class RoutingAgent(Actor[None]):
             {
                 "instance_id": rank.config.name, "dp_rank": rank.source.rank, "source": "zmq",
                 "status": "silent" if rank.core.is_silent(now) else "active", "model_name": rank.config.space,
-                "block_size": rank.shape.block_tokens, "endpoint": rank.source.events,
+                "block_size": rank.core.residency.engine.block_tokens, "endpoint": rank.source.events,
             }
             for rank in self._engines.ranks.values()
         ]  # fmt: skip

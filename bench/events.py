@@ -181,7 +181,7 @@ class Side:
                 raise RuntimeError(
                     f"{self._model}: {self.known(prompt)} of {len(prompt)} tokens are known after {PATIENCE_S} s"
                 )
-            time.sleep(0.005)
+            time.sleep(0.01)
 
     def join(self) -> None:
         """Until the subscription is made: the first messages of a PUB may go nowhere."""
@@ -394,7 +394,7 @@ def _unknown(script: Script, chain: Chain) -> list[list[Event]]:
 
 def run(quick: bool) -> BenchResult:
     """Streams of some ten thousand blocks, 9 rounds (quick: a tenth, 3 rounds)."""
-    rounds, size = (3, 20) if quick else (9, 200)
+    rounds, size = (3, 50) if quick else (9, 500)
     has_peer = importlib.util.find_spec("dynamo") is not None
     conditions: dict[str, object] = {
         **node_conditions(),
@@ -402,7 +402,7 @@ def run(quick: bool) -> BenchResult:
         if has_peer
         else "missing",
         "rounds": rounds,
-        "ends": "when POST /query shows the last prompt whole; asked every 5 ms",
+        "ends": "when POST /query shows the last prompt whole; asked every 10 ms",
     }
     if not has_peer:
         missing = Figure(name="ingest", value="not run", unit="us/block", peer=PEER, target=">= 1x")

@@ -244,13 +244,10 @@ bandwidth_bytes_per_s = {setup.live_bytes_per_s}
 
 
 def predict(live: Live, policy: str, setup: Setup) -> dict[str, float]:
-    """What replays of a recording say of a policy, a mean over seeds: the recorded node, its hosts paced as they were."""
+    """What replays of a recording say of a policy, a mean over seeds. What it says of node and hosts is all they know."""
     pace = setup.pace
-    scenario = replace(
-        scenario_of(live.recording, Scenario(decode_step_s=pace.decode_step_s, device=NO_TAIL)),
-        hosts=pace.hosts,
-        prefill_tokens_per_s=NODE_BLOCK_TOKENS / pace.compute_s,
-    )
+    base = Scenario(decode_step_s=pace.decode_step_s, device=NO_TAIL)
+    scenario = scenario_of(live.recording, base)
     requests = requests_of(live.recording, pace.decode_step_s)
     runs = [
         _predicted(replay(requests, POLICIES[policy], replace(scenario, seed=seed))) for seed in range(SEEDS)

@@ -1,7 +1,7 @@
 """Routing replayed: real traces over eight modelled hosts, beside round robin and beside one big cache.
 
 Question: does the router send requests to who holds their prefix, without sending all of them to one host, and how long does a
-decision take? The decision is the node's own code (`HostTiers.held`, then `Router.rank` and `book`) on prompts of real length,
+decision take? The decision is the node's own code (`HeldBlocks.leading`, then `Router.rank` and `book`) on prompts of real length,
 made of tokens that stand for the trace's block ids; what hosts hold is entered as their engines' events would. Hosts are a model: a cache
 of blocks, and a queue that computes what is not cached at a fixed rate. *Reuse* is of leading cached blocks, as a share of
 what one cache for all hosts would give, which no routing can beat. *Load* is what a host was given, in prompt tokens: its
@@ -20,9 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+import numpy as np
+
 from dpurt.bench.result import BenchResult, Figure
-from dpurt.core.host_tiers import HostTier, HostTiers
 from dpurt.core.routing import Estimate, Holding, Router
+from dpurt.engines import KINDS
+from dpurt.engines.kv_events import BlockRemoved, BlockStored
+from dpurt.engines.residency import Engine, Residency
 from dpurt.replay.trace import MOONCAKE_BLOCK_TOKENS, Request, read_mooncake
 
 SUMMARY = "routing over eight modelled hosts: reuse, balance and the time of a decision, beside round robin"
@@ -53,29 +58,29 @@ class Outcome:
 
 
 class Fleet:
-    """Eight hosts that keep what they computed, as the index is told."""
+    """Eight hosts that keep what they computed, and their engines' events as a node takes them in."""
 
     def __init__(self, capacity: int | None) -> None:
-        self.tiers = HostTiers()
-        self.root = self.tiers.root("trace")
+        engine = Engine(dialect=KINDS["vllm"].dialect, block_tokens=MOONCAKE_BLOCK_TOKENS)
+        self.known = [Residency(engine) for _ in range(HOSTS)]
         self._capacity = capacity
-        self._held: list[OrderedDict[int, int]] = [
-            OrderedDict() for _ in range(HOSTS)
-        ]  # trace's id -> index's, by use
+        self._held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(HOSTS)]  # by use
 
     def serve(self, host: int, request: Request, prompt: bytes) -> int:
         """The host computes the request, and then holds its prompt; how many leading blocks it had."""
         held = self._held[host]
         had = next((i for i, block in enumerate(request.blocks) if block not in held), len(request.blocks))
-        ids = self.tiers.extend(self.root, prompt, WIDTH)
-        self.tiers.hold(ids, host, HostTier.HBM)
-        for block, known in zip(
-            reversed(request.blocks), reversed(ids), strict=True
-        ):  # the first ones stay longest
-            held[block] = known
+        new: list[int | bytes] = list(request.blocks[had:])
+        if new:
+            tokens = msgspec.msgpack.encode(np.frombuffer(prompt[had * WIDTH :], np.int32).tolist())
+            above = request.blocks[had - 1] if had else None
+            event = BlockStored(new, above, msgspec.Raw(tokens), MOONCAKE_BLOCK_TOKENS, medium="GPU")
+            self.known[host].apply([event])
+        for block in reversed(request.blocks):  # the first ones stay longest
+            held[block] = None
             held.move_to_end(block)
         while self._capacity is not None and len(held) > self._capacity:
-            self.tiers.release(held.popitem(last=False)[1], host, HostTier.HBM)
+            self.known[host].apply([BlockRemoved([held.popitem(last=False)[0]], "GPU")])
         return had
 
 
@@ -86,7 +91,7 @@ def prompts(requests: Sequence[Request]) -> Callable[[Request], bytes]:
     def tokens(request: Request) -> bytes:
         for block in request.blocks:
             if block not in known:
-                known[block] = block.to_bytes(8, "little") * (WIDTH // 8)
+                known[block] = (block + 1).to_bytes(4, "little") * (WIDTH // 4)
         return b"".join([known[block] for block in request.blocks])
 
     return tokens
@@ -118,10 +123,10 @@ def replayed(requests: Sequence[Request], capacity: int | None, *, round_robin: 
 def _ranked(
     fleet: Fleet, router: Router, names: Sequence[str], prompt: bytes, size: int, now: float
 ) -> list[Estimate]:
-    held = fleet.tiers.held(fleet.root, prompt, WIDTH, HOSTS)
+    leading = [known.held.leading(None, prompt) for known in fleet.known]
     holdings = [
-        Holding(name, hbm * MOONCAKE_BLOCK_TOKENS, both * MOONCAKE_BLOCK_TOKENS)
-        for name, hbm, both in zip(names, held.hbm, held.any, strict=True)
+        Holding(name, one.hbm * MOONCAKE_BLOCK_TOKENS, one.both * MOONCAKE_BLOCK_TOKENS)
+        for name, one in zip(names, leading, strict=True)
     ]
     return router.rank(size, holdings, now)
 

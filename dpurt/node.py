@@ -20,7 +20,7 @@ import trio
 
 from dpurt.agents.block_store import BlockStore
 from dpurt.agents.decode import DecodeAgent
-from dpurt.agents.engines import BlockShape, EnginesAgent
+from dpurt.agents.engines import EnginesAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -227,9 +227,8 @@ class Node:
         taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway, access)
         self.recorder = RecorderAgent(taps, self._recording_header)
         self.gateway.on_record = self._record
-        geometries = {space.name: space.geometry for space in config.space}
-        shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
-        self.engines = EnginesAgent(config.engine, shapes)
+        geometries = {space.name: space.geometry.to_geometry() for space in config.space}
+        self.engines = EnginesAgent(config.engine, geometries)
         self.routing = RoutingAgent(config.router.bind, self.engines, self.index, self.staging)
         self.gateway.route = self.routing.route
         self.gateway.on_drain = self.stop

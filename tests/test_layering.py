@@ -30,7 +30,7 @@ ADAPTERS = {
     "lmcache",
     "store",
 }  # folders of engines/ that run inside an engine, as clients of a node
-ANYTHING = AGENTS | {"node", "client", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
+ANYTHING = AGENTS | {"node", "client", "probe", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
     "json_output", "progress",
 }  # fmt: skip
 
@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "replay": ANYTHING,
     "bench": ANYTHING,
     "doctor": ANYTHING,
+    "probe": ANYTHING,
     "demo": ANYTHING,
     "commands": ANYTHING,
     "cli": ANYTHING,
@@ -69,7 +70,7 @@ IMPURE = {
     "asyncio", "logging", "os", "pathlib", "prometheus_client", "secrets", "socket", "structlog", "subprocess",
     "tempfile", "threading", "time", "trio", "zmq",
 }  # fmt: skip
-SANS_IO_PARTS = {"core", "wire"}
+SANS_IO_PARTS = {"core", "wire", "engines"}
 
 BANNED_MODULES = {
     "agents",

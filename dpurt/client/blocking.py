@@ -211,6 +211,13 @@ class BlockingClient:
         """See `Client.landing`."""
         return self._run(timeout_s, lambda budget: self._client.landing(size, budget))
 
+    def landing_zone(self, space: str, slots: int, *, shard: int = 0, timeout_s: float | None = None) -> bool:
+        """See `Client.landing_zone`."""
+        return self._run(
+            timeout_s,
+            lambda budget: self._client.landing_zone(space, slots, shard=shard, timeout_s=budget),
+        )
+
     def hint(self, hint: m.Hint) -> None:
         """See `Client.hint`. Returns at once."""
         if not self._closed:

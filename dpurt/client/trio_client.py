@@ -10,7 +10,7 @@ Every session must be of the epochs of the first: after `dpurt epoch bump` (new 
 ``epoch``, for what this engine computes or holds belongs to the old weights; one with the new weights makes a new client.
 
 A fabric that does not open (shared memory with a node on another machine, say) is left out of a second `hello`, so that the
-node picks the next one; `Client.fabric_failures` keeps why.
+node picks the next one; so is, for `AVOID_S`, one whose links broke `MAX_BROKEN_LINKS` times in a row. `Client.fabric_failures` keeps why.
 
 A *landing zone* (`landing_zone`) is memory of this host that the node fills with blocks it expects to be loaded. `load` looks there
 first, asking nobody, and tells the node afterwards what it took; only the rest is asked for. A zone is made anew with each session.
@@ -35,6 +35,7 @@ from dpurt.client.mirror import IndexMirror
 from dpurt.client.zones import Prompt, Zones
 from dpurt.core.identity import Space
 from dpurt.core.landing_zone import ZoneLayout
+from dpurt.core.rails import LaneState
 from dpurt.errors import (
     DeadlineExceeded,
     FabricError,
@@ -55,6 +56,8 @@ Room: TypeAlias = "memoryview | bytearray | Sequence[memoryview]"
 Payload: TypeAlias = "memoryview | bytes | Sequence[memoryview]"
 _Views: TypeAlias = tuple[memoryview, ...]
 MAX_REPLY_BYTES = 16 << 20
+MAX_BROKEN_LINKS = 2
+AVOID_S = 60.0
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
 _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
 _WAY_BACK_S = 0.1
@@ -166,6 +169,8 @@ class Client:
         self._not_before = 0.0
         self._heard_at = 0.0
         self._zones = Zones()
+        self._broken_links: dict[str, int] = {}  # in a row, by fabric
+        self._avoided_until: dict[str, float] = {}
         self.fabric_failures: dict[str, str] = {}
         self.checksum_errors = 0
         self.bytes_pulled = 0
@@ -178,6 +183,14 @@ class Client:
     def is_connected(self) -> bool:
         """True while the last word from the node was not a failure."""
         return self._session is not None
+
+    @property
+    def lanes(self) -> Sequence[LaneState]:
+        """The lanes of the present link (verbs has some): what each carried, how fast it is, how it broke. A snapshot's owner
+        changes it.
+        """
+        group = None if self._session is None else getattr(self._session.endpoint, "lanes", None)
+        return [] if group is None else list(group.states)
 
     async def session(self, deadline: float) -> m.HelloReply:
         """The current session's terms; opens one when there is none."""
@@ -214,7 +227,9 @@ class Client:
         return session
 
     async def _open_session(self, deadline: float) -> _Session:
-        left, failure = list(self._fabrics), None
+        now = trio.current_time()
+        left = [kind for kind in self._fabrics if self._avoided_until.get(kind, now) <= now]
+        left, failure = left or list(self._fabrics), None
         while True:
             try:
                 reply = await self._say_hello(left, deadline)
@@ -795,15 +810,26 @@ class Client:
     async def _over_link(self, session: _Session, transfer: Awaitable[None], deadline: float) -> None:
         """A transfer; a broken link ends the session, a refused access does not."""
         began = trio.current_time()
+        kind = session.reply.fabric
         try:
             await transfer
+            self._broken_links[kind] = 0
         except RemoteAccessError as error:  # a lease or reservation ended: its scope did, or its time was up
             raise RemoteProtocolError("access", str(error)) from error
         except FabricError as error:
+            self._note_broken(kind, str(error))
             await self._lose_session(session)
             if error.status == "timed_out":
                 raise DeadlineExceeded(error.stage, deadline - began) from error
             raise NodeUnavailable(self.endpoint, str(error)) from error
+
+    def _note_broken(self, kind: str, why: str) -> None:
+        """A fabric whose links break again and again is left alone for a while, if there is another."""
+        self._broken_links[kind] = self._broken_links.get(kind, 0) + 1
+        if self._broken_links[kind] >= MAX_BROKEN_LINKS and len(self._fabrics) > 1:
+            self._broken_links[kind] = 0
+            self._avoided_until[kind] = trio.current_time() + AVOID_S
+            self.fabric_failures[kind] = why
 
     async def _load(self, message: m.Load, deadline: float) -> m.LoadReply:
         return await self._call(message, m.LoadReply, deadline - trio.current_time())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from dpurt.core.eviction import POLICIES
-from dpurt.core.host_tiers import MAX_INSTANCES
 
 if TYPE_CHECKING:
     from dpurt.config.schema import Config
@@ -243,9 +242,6 @@ def _engines(config: Config) -> Iterator[Problem]:
         for name in (engine.space, *engine.loras.values()):
             if name not in spaces:
                 yield f"$.engine[{i}]", f"no space {name!r}; known: {', '.join(spaces)}"
-    ranks = sum(max(len(engine.events), 1) for engine in config.engine)
-    if ranks > MAX_INSTANCES:
-        yield "$.engine", f"{ranks} ranks of engines are more than {MAX_INSTANCES}"
 
 
 def _links(config: Config) -> Iterator[Problem]:

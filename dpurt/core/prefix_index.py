@@ -2,7 +2,7 @@
 
 Theory of operation. Every known block has one record (`BlockTable`): its key, its place in the forest of
 prefixes, and where its bytes are: this node's *own tiers* (a staging slot and an extent on the bdev, per
-shard). What GPU hosts hold is hearsay and changes faster: see `HostTiers`. Where tokens are known, a
+shard). What GPU hosts hold is hearsay and changes faster: see `HeldBlocks`. Where tokens are known, a
 `TokenTree` finds the longest prefix exactly; where a hook gives only chained keys, the same forest is
 searched by key. A chain is known by tokens or by keys, never half and half.
 

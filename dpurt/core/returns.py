@@ -191,8 +191,8 @@ class Returns:
     )
     LOOK_S = 1.0
     MARGIN = 1.5
-    GROWTH = 2
-    MIN_REACH, MAX_REACH = 16, 1024
+    GROWTH = 4
+    MIN_REACH, MAX_REACH = 64, 1024
     FLOOR = 0.0002  # uses a second below which nothing is fetched, even into free room
     LASTING_S = 120.0  # a fetched block is taken to stay: what is not used by then was useless
     FULL_S = 5.0  # after its policy last asked what to evict, staging is taken to be full
@@ -202,7 +202,7 @@ class Returns:
     def __init__(
         self,
         prior: Forest | None = None,
-        window_s: float = 10.0,
+        window_s: float = 6.0,
         max_streams: int = 16_384,
         *,
         fetches: bool = True,

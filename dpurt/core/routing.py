@@ -13,7 +13,7 @@ hold something else. Replayed on a chat trace, a weight of 4 instead of 1 cuts w
 wins that was given the fewest tokens lately.
 
 What is booked on an engine drains with time; nothing needs to be said when a request ends. Left to others: who holds what
-(`HostTiers`, `PrefixIndex`). `now` is the caller's clock.
+(`HeldBlocks`, `PrefixIndex`). `now` is the caller's clock.
 """
 
 from __future__ import annotations

@@ -28,10 +28,9 @@ from dpurt.demo.smollm2_node import (
     Budget,
     Device,
     NodeKv,
-    part_slot_bytes,
     topology_of,
 )
-from dpurt.demo.smollm2_recording import Times, pace_of, times_of, write_recording
+from dpurt.demo.smollm2_recording import Times, read_times, times_of, write_recording
 from dpurt.engines.smollm2.decode import ColdKv, InMemory, SparseDecode, SparseSettings
 from dpurt.engines.smollm2.gguf import GgufFile
 from dpurt.engines.smollm2.model import Halves, Model
@@ -162,9 +161,11 @@ def run_mode(work: Work, plan: Plan, mode: Mode, folder: Path, recordings: Path)
     with NodeProcess(topology, folder / "run", folder / "node.log") as node:
         run = trio.run(_decode_with_node, work, settings, plan.steps, node.endpoint, space)
     times = times_of(run.sequence.log, run.kv.found)
-    pace = pace_of(run.counts, plan.device, part_slot_bytes(work.model.shape, settings.block_tokens))
+    reads = read_times(run.kv.reads)
     path = recordings / f"{mode.name.replace(', ', '-').replace(' ', '-')}.npz"
-    write_recording(path, run.sequence.log, times, pace, work.model.shape, settings, len(work.tokens))
+    write_recording(
+        path, run.sequence.log, times, reads, plan.device, work.model.shape, settings, len(work.tokens)
+    )
     return _outcome(work, mode, run, times, _predicted(path, plan, mode))
 
 
@@ -179,15 +180,21 @@ class _Run:
 async def _decode(
     work: Work, cold: ColdKv, settings: SparseSettings, steps: int
 ) -> tuple[SparseDecode, float]:
-    """All steps; the sequence, and how long they took once the prompt's cold KV was put away."""
+    """All steps; the sequence, and how long they took once the prompt's cold KV was put away, looks at the node left out."""
     sequence = SparseDecode(work.model, work.tokens, work.kv, settings, cold, steps)
     await sequence.grow_cold()
     if isinstance(cold, NodeKv):
         await cold.settle()
-    began = time.perf_counter()
+    wall_s = 0.0
     for _ in range(steps):
+        if isinstance(cold, NodeKv):
+            await cold.look()
+        began = time.perf_counter()
         await sequence.step()
-    return sequence, time.perf_counter() - began
+        wall_s += time.perf_counter() - began
+    if isinstance(cold, NodeKv):
+        await cold.look()
+    return sequence, wall_s
 
 
 async def _decode_with_node(
@@ -236,5 +243,5 @@ def _outcome(work: Work, mode: Mode, run: _Run, times: Times, predicted: Mapping
         logits=run.sequence.logits_digest.digest(), hits=counts["hits"] / counts["demanded"],
         late=counts["late"] / max(1, counts["issued"]), stalled_turns=stalled / len(run.kv.found),
         stall_ms_per_step=1000 * sum(times.stall_s) / steps, layer_ms=1000 * median(times.layer_s),
-        read_ms=1000 * counts["read_s_mean"], counts=counts, predicted=predicted,
+        read_ms=1000 * counts["read_s"] / max(1, counts["reads"]), counts=counts, predicted=predicted,
     )  # fmt: skip

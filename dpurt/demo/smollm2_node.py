@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import trio
@@ -139,14 +140,23 @@ class Found:
     staged: int
 
 
+class ReadTotals(NamedTuple):
+    """How many parts a node has read so far, how long that took them, and the sum of the squares of that."""
+
+    number: int
+    seconds: float
+    squares: float
+
+
 @dataclass(slots=True)
 class NodeKv:
-    """Cold KV in a node. `found` has one entry a turn."""
+    """Cold KV in a node. `found` has one entry a turn, `reads` one a `look`."""
 
     client: Client
     shape: Shape
     settings: SparseSettings
     found: list[Found] = field(default_factory=list)
+    reads: list[ReadTotals] = field(default_factory=list)
     _room: Halves = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,6 +206,12 @@ class NodeKv:
         self.found.append(Found(len(loaded), sum(one.source == "staging" for one in loaded)))
         kv: Halves = self._room[: len(ask.blocks)].transpose(1, 0, 2, 3, 4)
         return kv.reshape(2, -1, self.shape.kv_heads, self.shape.head_size)
+
+    async def look(self) -> None:
+        """Note how many parts the node has read, and how long they took."""
+        stats: Any = await self.client.stats()
+        own = stats["decode"][SPACE]
+        self.reads.append(ReadTotals(own["reads"], own["read_s"], own["read_s_squares"]))
 
     async def settle(self) -> None:
         """Wait until the device has all that was put."""

@@ -1,14 +1,16 @@
 """A decode of the SmolLM2 example as an attention trace that `dpurt replay` reads, with the times it was seen to take.
 
 See `dpurt.replay.attention_trace` for the format. Only the blocks a turn asked for have a mass code: the others were not
-looked at. `layer_us` and `pace` are what a paced replay needs.
+looked at. `layer_us`, `read_us` and `pace` are what a paced replay needs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpurt.core.attention import NO_MASS
-from dpurt.demo.smollm2_node import Device, Found
+from dpurt.demo.smollm2_node import Device, Found, ReadTotals, part_slot_bytes
 from dpurt.engines.smollm2.decode import Ask, SparseSettings, TurnLog
 from dpurt.engines.smollm2.model import Shape
 from dpurt.replay.attention_trace import NOT_HINTED
@@ -46,25 +48,28 @@ def times_of(log: TurnLog, found: Sequence[Found]) -> Times:
     return Times(layer_s, stall_s)
 
 
-def pace_of(node: Mapping[str, float], device: Device, read_bytes: int) -> dict[str, float]:
-    """The pace of a recording. `node`: how long its reads took from the decision to their end. They never take less than the
-    node and the device need, and now and then longer: a constant and an exponential tail, of the mean and deviation seen.
+def read_times(totals: Sequence[ReadTotals]) -> npt.NDArray[np.float32]:
+    """Mean and standard deviation of a read's time in each step, in microseconds, from the node's totals before and after.
+    A step without reads has those of the one before it.
     """
-    mean_s, deviation_s = node["read_s_mean"], node["read_s_std"]
-    beyond_s = max(0.0, mean_s - device.read_s(read_bytes))
-    tail_s = min(deviation_s, beyond_s)
-    return {
-        "hint_to_read_us": round(1e6 * (beyond_s - tail_s), 1), "read_latency_us": device.latency_us,
-        "read_bytes_per_s": device.bytes_per_s, "block_bytes": read_bytes,
-        "jitter": round(1e6 * tail_s / device.latency_us, 4),
-    }  # fmt: skip
+    times = np.zeros((len(totals) - 1, 2), np.float32)
+    for step, (before, after) in enumerate(pairwise(totals)):
+        count = after.number - before.number
+        if count:
+            mean = (after.seconds - before.seconds) / count
+            variance = (after.squares - before.squares) / count - mean * mean
+            times[step] = 1e6 * mean, 1e6 * math.sqrt(max(0.0, variance))
+        elif step:
+            times[step] = times[step - 1]
+    return times
 
 
 def write_recording(
     path: Path,
     log: TurnLog,
     times: Times,
-    pace: Mapping[str, float],
+    reads: npt.NDArray[np.float32],
+    device: Device,
     shape: Shape,
     settings: SparseSettings,
     prompt: int,
@@ -79,10 +84,14 @@ def write_recording(
         "model": "SmolLM2-135M-Instruct", "name": path.stem, "workload": "sparse decode, masses estimated by key digests",
         "block_tokens": settings.block_tokens, "n_prefill": prompt - 1, "steps": steps, "layers": shape.layers,
         "spec_hot_window_tokens": settings.window_tokens, "spec_sink_tokens": 0, "demanded": settings.top,
-        "pace": dict(pace),
+        "pace": {
+            "read_latency_us": device.latency_us, "read_bytes_per_s": device.bytes_per_s,
+            "block_bytes": part_slot_bytes(shape, settings.block_tokens),
+        },
     }  # fmt: skip
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "mass_q": masses,
+        "read_us": reads,
         "layer_us": np.rint(1e6 * np.array(times.layer_s)).astype(np.uint32).reshape(steps, shape.layers),
     }
     if settings.ahead:

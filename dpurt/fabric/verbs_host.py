@@ -36,6 +36,7 @@ from dpurt.errors import (
     RemoteProtocolError,
 )
 from dpurt.fabric import Address, FabricStats, MemoryRegion, Piece
+from dpurt.fabric.device_region import DeviceRegion
 from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.verbs_control import (
     Ask,
@@ -63,7 +64,7 @@ from dpurt.fabric.verbs_lanes import Lane, LaneGroup
 from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
 from dpurt.rdma.device import RdmaDevice, discover, is_up, why_off
 from dpurt.rdma.endpoint import Adapter
-from dpurt.rdma.memory import Access, Registration, address_of
+from dpurt.rdma.memory import Access, DmaBufRegistration, Registration, address_of
 from dpurt.rdma.queue_pair import Opcode, QueuePair, Received, Sge, Work
 
 __all__ = ["VerbsEndpoint", "connect"]
@@ -112,6 +113,7 @@ class VerbsEndpoint:
         self._asking = trio.Semaphore(MAX_ASKS)
         self._landings: dict[int, tuple[MemfdRegion, dict[Adapter, Registration]]] = {}
         self._kept: list[dict[Adapter, Registration]] = []
+        self._device_landings: list[DmaBufRegistration] = []  # kept until the devices are closed
         self._closed: str | None = None
         self._adapters = list(dict.fromkeys(lane.adapter for lane in lanes))
         self._scratch = {adapter: _scratch(adapter) for adapter in self._adapters}
@@ -206,6 +208,26 @@ class VerbsEndpoint:
         }
         self._control.post(Landing(region_id, region.size, runs))
         return region
+
+    def land_on(self, region: DeviceRegion) -> None:
+        """Offer device memory the node may push into, for as long as this endpoint is open. Raises RdmaLimit where the NIC
+        cannot register it. Its `region_id` must be one of `next_landing_id`'s. UNTRIED on a device that can.
+        """
+        self._check_open("landing")
+        made: dict[Adapter, DmaBufRegistration] = {}
+        access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+        try:
+            for adapter in self._adapters:
+                made[adapter] = DmaBufRegistration(adapter, region.fd, region.offset, region.size, access)
+        except RdmaLimit:
+            for registration in made.values():
+                registration.close()
+            raise
+        runs = {
+            lane.rail: [Run(region.offset, region.size, made[lane.adapter].rkey)] for lane in self.lanes.lanes
+        }
+        self._device_landings += made.values()
+        self._control.post(Landing(region.region_id, region.size, runs))
 
     async def aclose(self) -> None:
         self._close("closed by the host")
@@ -398,17 +420,22 @@ class VerbsEndpoint:
         with trio.move_on_after(REJOIN_S):
             while offered.number in self._offered and self._closed is None:
                 await self._changed.wait()
-        if self._offered.pop(offered.number, None) is not None:
-            offered.destroy()
-            self.lanes.policy.broke(
-                lane.index, "the node did not replace a broken queue pair", trio.current_time()
-            )
-            return False
-        self.lanes.take(lane, offered)
-        return offered.is_usable
+        self._offered.pop(offered.number, None)
+        if offered.is_usable:
+            self.lanes.take(lane, offered)
+            return True
+        why = offered.failure or "the node did not replace a broken queue pair"
+        offered.destroy()
+        self.lanes.policy.broke(lane.index, why, trio.current_time())
+        return False
 
     async def _far_end_broke(self, number: int) -> None:
         """Our end may have the better reason on its way: give it a moment."""
+        offered = self._offered.pop(number, None)
+        if offered is not None:
+            offered.fail("the node could not replace it")
+            self._change()
+            return
         await trio.sleep(FAR_END_S)
         for lane in self.lanes.lanes:
             if lane.queue_pair is not None and lane.queue_pair.number == number and lane.is_usable:

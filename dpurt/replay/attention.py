@@ -161,6 +161,7 @@ class _Replay:
         end = self.trace.turns * self.trace.layers
         for place in range(-ahead, end):
             if place >= 0:
+                self._enter(place)
                 self._turn(*divmod(place, self.trace.layers))
                 if progress is not None and (place + 1) % self.trace.layers == 0:
                     progress((place + 1) // self.trace.layers)
@@ -170,6 +171,11 @@ class _Replay:
         self._fates.finish()
         self.tally.clock_s = self._clock
         return self.tally
+
+    def _enter(self, place: int) -> None:
+        turn, layer = divmod(place, self.trace.layers)
+        if self._pipe is not None and layer == 0:
+            self._pipe.enter_step(turn - self.trace.warm_turns)
 
     def _pass_layer(self, place: int) -> None:
         if self._scenario.pace is not None:

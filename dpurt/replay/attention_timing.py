@@ -22,8 +22,10 @@ from dpurt.replay.attention_trace import AttentionTrace
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """`step_s`: a decode step of `layers_per_step` layers (the paced model's; its layers follow each other
-    `step_s / layers_per_step` apart). `recorded`: how long each layer's turn took instead, [steps, layers].
-    `block_bytes`: one layer's part of a block."""
+    `step_s / layers_per_step` apart). `block_bytes`: one layer's part of a block. As recorded: `recorded`, how long each
+    layer's turn took instead, [steps, layers]; `reads`, mean and standard deviation of a read's time beyond its transfer,
+    [steps, 2].
+    """
 
     step_s: float = 0.03
     layers_per_step: int = 80
@@ -31,6 +33,7 @@ class Pace:
     hint_to_read_s: float = 50e-6
     device: DeviceProfile = field(default_factory=lambda: DEVICES["ai_ssd"])
     recorded: npt.NDArray[np.float64] | None = None
+    reads: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         if min(self.step_s, self.layers_per_step, self.block_bytes) <= 0 or self.hint_to_read_s < 0:
@@ -48,17 +51,18 @@ class Pace:
 
 def recorded_pace(trace: AttentionTrace) -> Pace | None:
     """The pace at which a trace was recorded, if it says so."""
-    if trace.pace is None or trace.layer_s is None:
+    if trace.pace is None or trace.layer_s is None or trace.read_s is None:
         return None
     device = DeviceProfile(
         name="recorded", read_latency_s=trace.pace.read_latency_us / 1e6, write_latency_s=0.0,
-        read_bytes_per_s=trace.pace.read_bytes_per_s, write_bytes_per_s=trace.pace.read_bytes_per_s, jitter=trace.pace.jitter,
+        read_bytes_per_s=trace.pace.read_bytes_per_s, write_bytes_per_s=trace.pace.read_bytes_per_s, jitter=0.0,
         source="the recording",
     )  # fmt: skip
+    transfer_s = trace.pace.block_bytes / trace.pace.read_bytes_per_s
     return Pace(
         step_s=max(1e-9, float(trace.layer_s.sum(axis=1).mean())), layers_per_step=trace.layers,
-        block_bytes=trace.pace.block_bytes, hint_to_read_s=trace.pace.hint_to_read_us / 1e6, device=device,
-        recorded=trace.layer_s,
+        block_bytes=trace.pace.block_bytes, hint_to_read_s=0.0, device=device, recorded=trace.layer_s,
+        reads=np.maximum(0.0, trace.read_s - np.array([transfer_s, 0.0])),
     )  # fmt: skip
 
 
@@ -67,13 +71,24 @@ class ReadPipe:
 
     def __init__(self, pace: Pace, seed: int) -> None:
         self._transfer_s = pace.block_bytes / pace.device.read_bytes_per_s
-        self._latency_s = pace.device.read_latency_s
-        self._jitter = pace.device.jitter
+        self._latency_s = self._least_s = pace.device.read_latency_s
+        self._tail_s = self._latency_s * pace.device.jitter
+        self._reads = pace.reads
         self._node_s = pace.hint_to_read_s
         self._random = random.Random(seed)
         self._free_at = 0.0
         self._waiting: dict[int, float] = {}  # slot -> when it may start, in order of issue
         self._lands: dict[int, float] = {}
+
+    def enter_step(self, step: int) -> None:
+        """From now on reads take as long as they did in this step of the recording, if there is one: never less than the device
+        needs, and now and then longer (an exponential tail), so that mean and deviation are those recorded.
+        """
+        if self._reads is not None and step >= 0:
+            mean, deviation = self._reads[step].tolist()
+            beyond = max(0.0, mean - self._least_s)
+            self._tail_s = min(deviation, beyond)
+            self._latency_s = self._least_s + beyond - self._tail_s
 
     def prefetch(self, slots: Iterable[int], now: float) -> None:
         """Queue reads behind all others."""
@@ -108,4 +123,4 @@ class ReadPipe:
 
     def _read(self, ready: float) -> float:
         self._free_at = max(self._free_at, ready) + self._transfer_s
-        return self._free_at + self._latency_s * (1 + self._jitter * self._random.expovariate(1.0))
+        return self._free_at + self._latency_s + self._tail_s * self._random.expovariate(1.0)

@@ -9,8 +9,9 @@ Format. ``mass_q`` uint8 [steps, layers, blocks] (blocks past the context are pa
 ``meta``: JSON with ``model``, ``name``, ``workload``, ``block_tokens``, ``n_prefill``, ``steps``, ``layers``; with
 hints also ``spec_lookahead_layers``, ``spec_hot_window_tokens`` and ``spec_sink_tokens``; ``demanded`` is how many
 blocks a layer wants, if that was recorded. Decode step t reads positions 0 to n_prefill + t. A recording that also has
-``layer_us`` uint32 [steps, layers] (from a layer's turn to the next one's, stalls left out) and ``pace`` in ``meta`` can be
-replayed at the pace at which it was made.
+``layer_us`` uint32 [steps, layers] (from a layer's turn to the next one's, stalls left out), ``read_us`` float32 [steps, 2]
+(mean and standard deviation of a read's time, from the decision until its bytes were there, in that step) and ``pace`` in
+``meta`` can be replayed at the pace at which it was made.
 
 Cold blocks lie outside the first `sink` and the last `window` tokens; they are *columns* 0, 1, 2 ... here, and
 become more as the context grows. What a layer wants at a step (its *demand*) is the `top` columns with most mass.
@@ -52,14 +53,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
 class RecordedPace(msgspec.Struct, frozen=True):
-    """What a read took where the trace was recorded: the device's figures, and what the node added to them. `jitter`: mean
-    of an exponential tail, in latencies."""
+    """The device a trace was recorded on."""
 
-    hint_to_read_us: Annotated[float, msgspec.Meta(ge=0)]
     read_latency_us: Annotated[float, msgspec.Meta(ge=0)]
     read_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
     block_bytes: _Positive
-    jitter: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -99,6 +97,7 @@ class AttentionTrace:
     lookaheads: tuple[int, ...]
     hints: npt.NDArray[np.int32] | None
     layer_s: npt.NDArray[np.float64] | None = None
+    read_s: npt.NDArray[np.float64] | None = None
     pace: RecordedPace | None = None
 
     @property
@@ -177,7 +176,8 @@ def _read(path: Path, arrays: _Arrays, steps: int | None, top: int | None) -> At
         mass=mass,
         lookaheads=meta.spec_lookahead_layers,
         hints=arrays.hints(meta, sink, columns[warm:]) if "spec_topk" in arrays else None,
-        layer_s=arrays.layer_s(meta)[: len(masses)] if meta.pace is not None else None,
+        layer_s=arrays.times("layer_us", np.uint32, meta, meta.layers)[: len(masses)] if meta.pace else None,
+        read_s=arrays.times("read_us", np.float32, meta, 2)[: len(masses)] if meta.pace else None,
         pace=meta.pace,
     )
 
@@ -291,11 +291,14 @@ class _Arrays:
             raise self._wrong("spec_topk", f"expected cold blocks or {NOT_HINTED} at step {step}")
         return hints
 
-    def layer_s(self, meta: _Meta) -> npt.NDArray[np.float64]:
-        """How long each layer's turn of the scored steps took."""
-        array = self._take("layer_us")
-        self._check("layer_us", array, np.uint32, (meta.steps, meta.layers))
-        return array / 1e6
+    def times(self, name: str, kind: type[np.generic], meta: _Meta, width: int) -> npt.NDArray[np.float64]:
+        """Microseconds of each scored step, as seconds."""
+        array = self._take(name)
+        self._check(name, array, kind, (meta.steps, width))
+        seconds = array.astype(np.float64) / 1e6
+        if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+            raise self._wrong(name, "expected finite times >= 0")
+        return seconds
 
     def _take(self, name: str) -> npt.NDArray[Any]:
         if name not in self:

@@ -13,14 +13,16 @@ import structlog
 import trio
 
 from dpurt.agents import engines
-from dpurt.agents.engines import BlockShape, EnginesAgent, root_name
+from dpurt.agents.engines import EnginesAgent
 from dpurt.config import EngineConfig
+from dpurt.core.identity import Geometry, LayerGroup
 from dpurt.testing.engine import FakeEngine
 from dpurt.testing.engine import stored as stored_blocks
 from dpurt.transport import ZmqSocket, http, open_context
 
 BLOCK = 4
-SHAPES = {"s": BlockShape(BLOCK, 4), "s-adapter": BlockShape(BLOCK, 4)}
+GROUP = LayerGroup(name="g", num_layers=1, num_kv_heads=1, head_size=1, part_bytes=1)
+SHAPES = dict.fromkeys(("s", "s-adapter"), Geometry(block_tokens=BLOCK, groups=(GROUP,)))
 
 
 def stored(*tokens: int, **fields: Any) -> dict[str, Any]:
@@ -44,8 +46,8 @@ async def following(*configs: EngineConfig) -> AsyncIterator[EnginesAgent]:
 
 def holders(agent: EnginesAgent, *tokens: int, space: str = "s") -> list[str]:
     prompt = b"".join(token.to_bytes(4, "little") for token in tokens)
-    held = agent.tiers.held(agent.tiers.root(root_name(space, BLOCK)), prompt, 4 * BLOCK, 64)
-    return [rank.name for rank in agent.ranks.values() if held.hbm[rank.number]]
+    ranks = agent.serving(space)
+    return [one.engine for one in agent.holdings(space, ranks, prompt) if one.hbm_tokens]
 
 
 async def until_held(agent: EnginesAgent, *tokens: int, by: Sequence[str] = ("e",), space: str = "s") -> None:
@@ -99,8 +101,11 @@ async def test_ranks_are_instances_of_their_own_and_adapters_have_their_own_spac
 async def serve_http(body: bytes, paths: list[str]) -> Any:
     async def answer(stream: trio.SocketStream) -> None:
         async with stream:
-            paths.append((await http.read_request(stream, 1000)).path)
-            await stream.send_all(http.response(200, body))
+            connection = http.HttpConnection(stream, 1000)
+            request = await connection.receive()
+            assert request is not None
+            paths.append(request.path)
+            await connection.answer(200, body)
 
     return answer
 

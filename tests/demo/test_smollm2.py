@@ -15,8 +15,8 @@ from dpurt.cli import main
 from dpurt.client import connect
 from dpurt.config import load_config
 from dpurt.demo import smollm2, smollm2_report
-from dpurt.demo.smollm2_node import HOST, SPACE, Budget, Device, NodeKv, part_slot_bytes, topology_of
-from dpurt.demo.smollm2_recording import pace_of, times_of, write_recording
+from dpurt.demo.smollm2_node import HOST, SPACE, Budget, Device, NodeKv, topology_of
+from dpurt.demo.smollm2_recording import read_times, times_of, write_recording
 from dpurt.engines.smollm2.decode import InMemory, SparseDecode, SparseSettings
 from dpurt.engines.smollm2.model import Model, Shape
 from dpurt.errors import ConfigError
@@ -80,9 +80,9 @@ async def test_tokens_and_logits_are_those_of_memory_and_the_replay_tells_the_hi
     assert sum(found.staged for found in kv.found) == counts["hits"]
     assert 0 < counts["hits"] < counts["demanded"]
     settings = SparseSettings(block_tokens=8, sink_tokens=16, window_tokens=32, top=4, ranked=8, ahead=ahead)
-    times, pace = times_of(sequence.log, kv.found), pace_of(counts, DEVICE, part_slot_bytes(SHAPE, 8))
+    times, reads = times_of(sequence.log, kv.found), read_times(kv.reads)
     path = tmp_path / "r.npz"
-    write_recording(path, sequence.log, times, pace, SHAPE, settings, PROMPT)
+    write_recording(path, sequence.log, times, reads, DEVICE, SHAPE, settings, PROMPT)
     trace = read_attention(path)
     assert trace.first_columns == SETTINGS.cold_blocks(PROMPT)
     for ask in sequence.log.asks:

@@ -98,7 +98,9 @@ async def test_a_salted_prompt_meets_only_what_was_salted_alike(tmp_path: Path) 
 async def post(port: int, path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         await stream.send_all(head.encode() + data)
         answer = b""
         async for piece in stream:
@@ -156,6 +158,20 @@ async def test_a_bad_question_gets_an_answer_that_says_so(
 ) -> None:
     async with two_engines(tmp_path) as (node, _, _, _):
         assert (await post(node.routing.port, path, body, method))[0] == status
+
+
+async def test_a_connection_may_ask_again_and_again(tmp_path: Path) -> None:
+    async with two_engines(tmp_path) as (node, _, _, _):
+        async with await trio.open_tcp_stream("127.0.0.1", node.routing.port) as stream:
+            one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+            await stream.send_all(one + one)
+            answers = b""
+            while answers.count(b'{"status":"ok"}') < 2:
+                answers += await stream.receive_some(4096)
+            await stream.send_all(one.replace(b"Host: x", b"Connection: close"))
+            while piece := await stream.receive_some(4096):
+                answers += piece
+        assert answers.count(b"200 OK") == 3
 
 
 async def test_the_command_line_says_who_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

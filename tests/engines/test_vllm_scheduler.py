@@ -39,11 +39,9 @@ class FakeLink:
     def client(self) -> FakeLink:
         return self
 
-    def is_worth_a_try(self) -> bool:
+    @property
+    def is_up(self) -> bool:
         return True
-
-    def patience(self, budget_s: float) -> float:
-        return budget_s
 
     def call(self, do: Callable[[Any], Any]) -> Any:
         self.answers.wait(5)
@@ -99,6 +97,7 @@ def decided(asker: Asker, one: Any, computed: int = 0) -> tuple[int | None, bool
         answer = asker.loadable(one, computed)
         if answer[0] is not None:
             return answer
+        asker.take_step([], is_idle=True)
     raise AssertionError("never decided")
 
 

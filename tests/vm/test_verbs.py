@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 import trio
 
-from dpurt.errors import FabricError
+from dpurt.errors import FabricError, RdmaLimit
+from dpurt.fabric.device_region import DeviceRegion
 from dpurt.fabric.exchange import Pace
+from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.verbs import VerbsFabric, VerbsLimits
 from dpurt.fabric.verbs_control import Run
 from dpurt.fabric.verbs_host import VerbsEndpoint
@@ -278,3 +280,19 @@ async def test_sixty_four_idle_hosts_cost_no_cpu_time():
         assert got.local == rig.bytes(SHARED, 0, 5000)
         for host in hosts:
             await host.aclose()
+
+
+async def test_device_memory_is_refused_by_a_device_that_cannot_with_a_remedy_and_the_link_lives():
+    async with rig_of() as rig:
+        host = await opened(rig)
+        memory = MemfdRegion(0, "stands for a GPU", 1 << 20, huge_pages=False)
+        device = DeviceRegion(next_landing_id(), "gpu0", 1 << 20, memory.fd)
+        with pytest.raises(RdmaLimit, match=r"dma-buf.*EOPNOTSUPP.*take a NIC"):
+            host.land_on(device)
+        with pytest.raises(FabricError, match="cannot be read by the CPU"):
+            _ = device.view
+        got = piece(SHARED, 0, 5000)
+        await host.pull([got], soon())
+        assert got.local == rig.bytes(SHARED, 0, 5000)
+        await host.aclose()
+        memory.close()

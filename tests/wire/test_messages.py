@@ -42,6 +42,8 @@ REQUESTS: list[m.Request] = [
     m.Reserve(id=4, space="s", request="r", first=1, count=1, tokens=b"\0" * 8, deadline_ms=3_600_000),
     m.Commit(id=5, request="r", blocks=[m.CommitBlock(reservation=9, crcs=[0, 2**32 - 1])]),
     m.Release(leases=[1, 2**63 - 1]),
+    m.Zone(id=4, space="s", region=2, slots=64, shard=1),
+    m.Used(request="r", blocks=[0, 5], parts=(1, 2)),
     m.Cancel(id=6, request="r"),
     m.Zone(id=8, space="s", region=3, slots=16),
     m.Used(id=8, request="r", blocks=[1, 2], parts=(0, 1)),

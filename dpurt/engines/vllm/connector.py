@@ -50,7 +50,7 @@ HELP = {
     "blocks_from_flash": "Of these, not staged when asked for", "blocks_failed": "Blocks not loaded, computed",
     "bytes_loaded": "Bytes loaded", "load_s": "Time of loads", "blocks_saved": "Blocks stored",
     "blocks_not_saved": "Blocks not stored", "bytes_saved": "Bytes stored", "save_s": "Time of saves",
-    "node_errors": "Calls of the node that failed", "longest_call_s": "Longest wait of the scheduler",
+    "node_errors": "Calls of the node that failed", "longest_call_s": "Longest wait of the scheduler in one step",
     "is_up": "1 while the last word from the node was good",
 }  # fmt: skip
 

@@ -1,9 +1,9 @@
 """The scheduler's side: asks the node what it has of a new request, and turns the engine's schedule into orders (`plan.Book`).
 
 The question leaves when the request arrives, before any scheduler tick, and the node begins to stage what it found; the answer
-is usually there when the scheduler looks. If not, the scheduler waits `lookup_wait_ms` for it at most, then is told to ask again at
-its next step; after `lookup_budget_ms` in all the request goes on without. So the engine stands still for no more than the
-former, whatever the node does.
+is usually there when the scheduler looks. If not, the scheduler waits for it, `lookup_wait_ms` in a step at most, then is told to ask
+again at its next one; after `lookup_budget_ms` in all the request goes on without. So a step is held up for no more than the
+former, whatever the node does and however many requests wait.
 
 A request takes no part, with a counted reason, when its KV is not given by its tokens (images, embeddings), or cannot be shared.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpurt.engines.vllm.link import Link, Stopwatch
 from dpurt.engines.vllm.marks import Tokens, mark_of, marked
@@ -26,6 +25,7 @@ from dpurt.engines.vllm.plan import Book, Step, loadable_tokens
 from dpurt.engines.vllm.settings import Settings
 from dpurt.wire import messages as m
 
+T = TypeVar("T")
 LOOKUP_THREADS = 4
 PARAMS = "dpurt"  # key of our hints in a request's kv_transfer_params
 
@@ -96,6 +96,7 @@ class Asker:
         self._adapters = Adapters(self._pool)
         self._unread: dict[str, _Unread] = {}
         self._generation = b""
+        self._waited_s = 0.0  # in this step
 
     def close(self) -> None:
         """Ask no more."""
@@ -155,7 +156,7 @@ class Asker:
             return True
         left = self._settings.lookup_budget_ms / 1000 - unread.watch.s
         try:
-            version = unread.version.result(timeout=max(0.0, min(left, self._settings.lookup_wait_ms / 1000)))
+            version = self._wait(unread.version, left)
         except (FutureTimeout, OSError) as error:
             if isinstance(error, FutureTimeout) and left > 0:
                 return False
@@ -177,10 +178,10 @@ class Asker:
 
     def _ask(self, request: str, tokens: bytes) -> m.LookupReply | None:
         """In a thread."""
-        if not self._link.is_worth_a_try():
+        if not self._link.is_up:
             return None
         watch = Stopwatch()
-        budget = self._link.patience(self._settings.lookup_budget_ms / 1000)
+        budget = self._settings.lookup_budget_ms / 1000
         reply = self._link.call(
             lambda client: client.lookup(
                 self._settings.space, request, tokens,
@@ -218,21 +219,27 @@ class Asker:
         return tokens, whole
 
     def _answer(self, asked: _Asked) -> tuple[bool, m.LookupReply | None]:
-        """(whether it is decided, the answer). Waits for `lookup_wait_ms` at most."""
+        """(whether it is decided, the answer)."""
         left = self._settings.lookup_budget_ms / 1000 - asked.watch.s
-        wait = min(left, self._settings.lookup_wait_ms / 1000)
-        began = time.monotonic()
         try:
-            return True, asked.answer.result(timeout=max(0.0, wait))
+            return True, self._wait(asked.answer, left)
         except FutureTimeout:
-            if left > wait:
+            if left > 0:
                 return False, None
             self._link.tally.count(lookups_late=1)
             asked.answer.cancel()
             asked.answer = _no_answer()
             return True, None
+
+    def _wait(self, answer: Future[T], left: float) -> T:
+        """Wait for what is left of the step's `lookup_wait_ms`, all requests together. Raises what the future does, or FutureTimeout."""
+        watch = Stopwatch()
+        wait = min(left, self._settings.lookup_wait_ms / 1000 - self._waited_s)
+        try:
+            return answer.result(timeout=max(0.0, wait))
         finally:
-            self._link.tally.count(longest_call_s=time.monotonic() - began)
+            self._waited_s += watch.s
+            self._link.tally.count(longest_call_s=self._waited_s)
 
     def allocated(self, request: Any, ids: Sequence[int], num_external_tokens: int) -> None:
         """The request got blocks."""
@@ -272,6 +279,7 @@ class Asker:
 
     def take_step(self, preempted: Sequence[str], *, is_idle: bool) -> Step:
         """The orders for the workers."""
+        self._waited_s = 0.0
         self._book.preempted(preempted)
         return self._book.take_step(is_idle=is_idle)
 

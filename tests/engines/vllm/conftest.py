@@ -185,13 +185,17 @@ class Node:
         return self._process.pid
 
     def transfer_config(self, broken: str = "", **extra: Any) -> dict[str, Any]:
-        """What vLLM is started with: the lines of the README. `broken` names a connector of broken.py instead."""
+        """What vLLM is started with: the lines of the README. `broken` names a connector of broken.py instead.
+
+        With large budgets: a machine that does much else must not turn hits into misses.
+        """
         return {
             "kv_connector": broken or "DpurtConnector",
             "kv_connector_module_path": "broken" if broken else "dpurt.engines.vllm.connector",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
-                "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1", **extra
+                "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1",
+                "lookup_budget_ms": 10_000, "save_timeout_s": 60, "load_timeout_s": 60, **extra,
             },
         }  # fmt: skip
 
@@ -260,6 +264,11 @@ inbound_bytes = "128 MiB"
 """
 
 
+@pytest.fixture(name="free_port")
+def _free_port() -> Callable[[], int]:
+    return free_port
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -287,8 +296,12 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 def make_engine(model: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def make(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Engine:
+    def make(
+        *, env: Mapping[str, str] | None = None, connected: bool | None = None, **arguments: Any
+    ) -> Engine:
         engines.append(Engine(model, tmp_path / f"engine-{len(engines)}.log", env or {}, **arguments))
+        if "kv_transfer_config" in arguments if connected is None else connected:
+            engines[-1].ask(do="connected")
         return engines[-1]
 
     yield make
@@ -308,5 +321,5 @@ num_layers = 30
 num_kv_heads = 1
 head_size = 1
 part_bytes = {30 * GROUP["float32"]}
-packing = "vllm-chunk:default:1"
+packing = "vllm-chunk:LBHNC:1"
 {tail}"""

@@ -25,6 +25,8 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
+from dpurt.engines.vllm.link import _links as links
+
 OUT = os.fdopen(3, "w", buffering=1)
 
 
@@ -54,6 +56,14 @@ class Engine:
 
     def sleep(self, command: dict[str, Any]) -> dict[str, Any]:
         time.sleep(command["seconds"])
+        return {}
+
+    def connected(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Wait until the connector has found its node."""
+        deadline = time.monotonic() + 120
+        while not any(link.state == "up" for link in links.values()):
+            assert time.monotonic() < deadline, "no node"
+            time.sleep(0.05)
         return {}
 
     def settle(self, command: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,13 @@ def test_a_node_that_stops_between_its_promise_and_the_load_costs_a_recompute(
     with make_engine(kv_transfer_config=node.transfer_config()) as first:
         truth = first.generate(prompts)
     node.empty_staging()
-    settings = {"load": load, "load_timeout_s": LOAD_S, "save_timeout_s": LOAD_S, "layer_wait_s": LOAD_S}
+    settings = {
+        "load": load,
+        "load_timeout_s": LOAD_S,
+        "save_timeout_s": LOAD_S,
+        "layer_wait_s": LOAD_S,
+        "lookup_budget_ms": 200,
+    }
     config = node.transfer_config(broken="StoppingConnector", **settings)
     with make_engine(env={"NODE_PID": str(node.pid), "SIGNAL": stop}, kv_transfer_config=config) as second:
         again = second.generate(prompts)
@@ -51,13 +57,15 @@ def test_an_engine_starts_without_a_node_and_uses_it_when_it_comes(
 ) -> None:
     prompts = prompts_of(text)
     node = make_node(start=False)
-    with make_engine(kv_transfer_config=node.transfer_config()) as engine:
+    with make_engine(
+        connected=False, kv_transfer_config=node.transfer_config(lookup_budget_ms=200)
+    ) as engine:
         truth = engine.generate(prompts)
         assert engine.metrics()["is_up"] == 0
         assert truth[0]["transfer"]["dpurt"]["node"] == "down"
         node.start()
         engine.ask(do="reset")
-        engine.ask(do="sleep", seconds=1.5)
+        engine.ask(do="connected")
         engine.generate(prompts)  # stores
         engine.ask(do="reset")
         again = engine.generate(prompts)

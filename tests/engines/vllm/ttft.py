@@ -70,7 +70,8 @@ def turn(engines: dict[str, Engine], node: Node, prompt: list[int], rows: dict[s
     for name in ("dpurt", "vLLM CPU offload"):
         rows.setdefault(f"{name}, hit in DRAM", []).append(first_token(engines[name], prompt, 0.9))
     node.empty_staging()
-    engines["dpurt"].ask(do="sleep", seconds=1.5)  # the client finds out that the node was restarted
+    engines["dpurt"].ask(do="sleep", seconds=1.0)  # it notices that the node went away
+    engines["dpurt"].ask(do="connected")
     rows.setdefault("dpurt, hit on flash", []).append(first_token(engines["dpurt"], prompt, 0.9))
 
 
