@@ -24,6 +24,7 @@ LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
 OBJECT_BYTES = 2 * LAYERS * CHUNK * HEADS * HEAD_SIZE * 2
 MODEL = "test-model"  # the bench client's
 SPACE = "tiny"
+PATIENT = {"find_s": 10, "load_s": 30, "store_s": 30}  # for machines that do much else
 
 
 def free_port() -> int:
@@ -96,7 +97,7 @@ def adapter_config(topology: Path, **params: Any) -> dict[str, Any]:
     """What `--l2-adapter` is given."""
     return {
         "type": "plugin", "module_path": "dpurt.engines.lmcache.adapter", "class_name": "DpurtL2Adapter",
-        "adapter_params": {"topology": str(topology), "spaces": [SPACE], **params}, "shared": True,
+        "adapter_params": {"topology": str(topology), "spaces": [SPACE], **PATIENT, **params}, "shared": True,
     }  # fmt: skip
 
 
