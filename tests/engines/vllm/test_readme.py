@@ -147,7 +147,7 @@ def test_three_lines_turn_it_on(model: Path, text: list[int], tmp_path: Path, fr
     first, second = tmp_path / "first.log", tmp_path / "second.log"
     with running(serve_model, tmp_path, first):
         with running(serve_node, tmp_path, tmp_path / "node.log"):
-            until(240, lambda: complete(port, text[:40]))
+            until(600, lambda: complete(port, text[:40]))
             until(30, lambda: "This engine is:" in first.read_text())
         topology(tmp_path, gateway, shown_table(first))
         with running(serve_node, tmp_path, tmp_path / "node.log"):
@@ -157,6 +157,6 @@ def test_three_lines_turn_it_on(model: Path, text: list[int], tmp_path: Path, fr
             until(30, lambda: metric(port, "vllm:dpurt_blocks_saved_total") > 0)
             assert metric(port, "vllm:dpurt_is_up") == 1
     with running(serve_node, tmp_path, tmp_path / "node.log"), running(serve_model, tmp_path, second):
-        until(240, lambda: complete(port, text[2000:2040]))
+        until(600, lambda: complete(port, text[2000:2040]))
         assert complete(port, text[:1500]) == answer
         assert metric(port, "vllm:external_prefix_cache_hits_total") > 0.9 * 1400
