@@ -213,7 +213,10 @@ class LaneGroup:
         """Put lanes that make no progress into error. Costs nothing while nothing is under way."""
         while len(self.lanes) > 1:
             await self._busy.wait()
+            began = trio.current_time()
             await trio.sleep(WATCH_S)
+            if trio.current_time() - began > 2 * WATCH_S:
+                continue  # it was this process that made no progress: what has arrived may not be looked at yet
             for index in self.policy.stalled(trio.current_time()):
                 queue_pair = self.lanes[index].queue_pair
                 if queue_pair is not None:
