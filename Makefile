@@ -1,7 +1,9 @@
 # setup   make .venv and install dpurt into it, only when that is stale
 # demo    see it work on this machine: make demo ARGS="--help"; make demo BDEV=vhost-user
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
-# test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
+# test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine and across two; make test-vm ARGS="-k nvmet": in one;
+#         see tests/vm/testbed
+# test-vm-pair  those across two machines only: make test-vm-pair ARGS="-k demo"
 # test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
 # lint    ruff and mypy
 # bench   all benchmarks, with their peers installed: make bench ARGS="--quick"
@@ -14,7 +16,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 BDEV ?= file
 
-.PHONY: setup demo test test-vm test-spdk lint bench clean
+.PHONY: setup demo test test-vm test-vm-pair test-spdk lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -31,6 +33,10 @@ test: setup
 
 test-vm: setup
 	tests/vm/run $(ARGS)
+	test -n "$(ARGS)" || tests/vm/run --pair
+
+test-vm-pair: setup
+	tests/vm/run --pair $(ARGS)
 
 test-spdk: setup
 	test -x "$(DPURT_SPDK_TGT)" || { echo "DPURT_SPDK_TGT must name an spdk_tgt"; exit 2; }
