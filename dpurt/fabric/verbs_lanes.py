@@ -96,6 +96,7 @@ class LaneGroup:
 
     def choose(self, num_bytes: int) -> list[Lane]:
         """The lanes for a transfer of this size. Raises QueuePairError when none is up."""
+        self.policy.fade(trio.current_time())
         chosen = [self.lanes[index] for index in self.policy.choose(num_bytes)]
         if not chosen:
             raise QueuePairError("the peer", "closed", "no lane is up")
