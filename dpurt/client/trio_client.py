@@ -56,6 +56,7 @@ Room: TypeAlias = "memoryview | bytearray | Sequence[memoryview]"
 Payload: TypeAlias = "memoryview | bytes | Sequence[memoryview]"
 _Views: TypeAlias = tuple[memoryview, ...]
 MAX_REPLY_BYTES = 16 << 20
+KEEP_BYTES = 256 << 20
 MAX_BROKEN_LINKS = 2
 AVOID_S = 60.0
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
@@ -121,6 +122,7 @@ async def connect(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client._read)
             nursery.start_soon(client._keep_alive)
+            nursery.start_soon(client._keep_memories)
             try:
                 yield client
             except Exception as caught:  # the caller's: raised below as it is, not in the nursery's group
@@ -154,6 +156,7 @@ class Client:
         memories: Sequence[memoryview] = (),
     ) -> None:
         self._memories = memories
+        self._opened = trio.Event()  # a session was
         self._socket = socket
         self.endpoint = endpoint
         self._host = host
@@ -206,6 +209,7 @@ class Client:
         try:
             if self._session is None:
                 self._session = await self._try_session(deadline)
+                self._opened.set()
             return self._session
         finally:
             self._session_lock.release()
@@ -301,13 +305,7 @@ class Client:
         now = trio.current_time()
         address = _address_from(self.endpoint, reply.fabric_address)
         limit = now + (deadline - now) / choices
-        link = await connect_fabric(reply.fabric, address, reply.session, reply.token, limit)
-        for memory in self._memories:
-            try:
-                await trio.to_thread.run_sync(link.keep, memory)  # a large one takes a device seconds
-            except RdmaLimit as error:  # then it is registered for each call
-                self.fabric_failures[f"{reply.fabric} memory"] = str(error)
-        return link
+        return await connect_fabric(reply.fabric, address, reply.session, reply.token, limit)
 
     async def _lose_session(self, session: _Session | None) -> None:
         if session is not None and self._session is session:
@@ -318,6 +316,27 @@ class Client:
         if self._session is not None:
             await self._post(m.Bye())
             await self._lose_session(self._session)
+
+    async def _keep_memories(self) -> None:
+        """Have this host's memory registered for every new link, beside its calls: pinning takes a device seconds per 10 GiB.
+
+        Piece by piece on this thread, so that it neither holds the loop for long nor runs while a link is being closed.
+        """
+        while True:
+            await self._opened.wait()
+            self._opened = trio.Event()
+            if self._session is None:
+                continue
+            try:
+                await self._keep_all(self._session.endpoint)
+            except (RdmaLimit, FabricError) as error:  # what is not kept is registered for each call
+                self.fabric_failures["memories"] = str(error)
+
+    async def _keep_all(self, endpoint: Endpoint) -> None:
+        for memory in self._memories:
+            for start in range(0, len(memory), KEEP_BYTES):
+                endpoint.keep(memory[start : start + KEEP_BYTES])
+                await trio.lowlevel.checkpoint()
 
     async def _keep_alive(self) -> None:
         while True:

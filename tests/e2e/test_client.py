@@ -16,11 +16,19 @@ from typing import Any
 import pytest
 import trio
 
-from dpurt.client import BlockingClient, Client, connect
+from dpurt.client import BlockingClient, Client, connect, trio_client
 from dpurt.client.trio_client import _address_from
 from dpurt.config import Config
 from dpurt.demo.nodes import NodeProcess
-from dpurt.errors import DeadlineExceeded, DpurtError, FabricError, NodeUnavailable, RemoteProtocolError
+from dpurt.errors import (
+    DeadlineExceeded,
+    DpurtError,
+    FabricError,
+    NodeUnavailable,
+    RdmaLimit,
+    RemoteProtocolError,
+)
+from dpurt.fabric.shm import ShmEndpoint
 from dpurt.testing.node import running, small_config, small_host, spaces_of
 from dpurt.testing.node_steps import (
     PAYLOAD,
@@ -395,6 +403,33 @@ async def test_a_block_may_lie_in_several_buffers(tmp_path: Path, fabric: str, c
         with pytest.raises(ValueError, match=f"a buffer of {PAYLOAD - 1} bytes"):
             await client.load("r", 0, [small])
         assert_books_balance(node)
+
+
+async def test_memories_are_kept_by_every_new_link_beside_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio_client, "KEEP_BYTES", 4096)
+    kept: list[tuple[int, int]] = []
+    memory = memoryview(bytearray(10_000))
+
+    def keep(endpoint: object, piece: memoryview) -> None:
+        if len(kept) == 5:
+            raise RdmaLimit("test", "max_mr is 5", "keep less")
+        kept.append((id(endpoint), len(piece)))
+
+    monkeypatch.setattr(ShmEndpoint, "keep", keep)
+    config = small_config(tmp_path / "run")
+    async with running(config) as node:
+        options = {"host": "host-a", "spaces": spaces_of(config), "fabrics": ["shm"], "memories": [memory]}
+        async with connect(node.gateway.endpoint, **options) as client:
+            await store(client, "r", 0)
+            await until(lambda: [size for _, size in kept] == [4096, 4096, 1808])
+            await client._lose_session(client._session)
+            await client.stats()
+            await until(lambda: client.fabric_failures)
+            assert len({endpoint for endpoint, _ in kept}) == 2
+            assert "max_mr" in client.fabric_failures["memories"]
+            await client.stats()
 
 
 def _cut(view: memoryview, cuts: tuple[int, ...]) -> list[memoryview]:

@@ -174,7 +174,7 @@ class DpurtL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         is_healthy = all(node["state"] in ("up", "unknown") for node in nodes.values())
         return {
             "is_healthy": is_healthy, "type": type(self).__name__, "spaces": nodes,
-            "mismatches": dict(self._mismatches),
+            "mismatches": dict(self._mismatches), "bytes_used": self.get_usage().total_bytes_used,
         }  # fmt: skip
 
     def close(self) -> None:

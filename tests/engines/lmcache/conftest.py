@@ -64,8 +64,8 @@ def engine() -> Iterator[Callable[..., Any]]:
 
     engines: list[Engine] = []
 
-    def connect(server: Any, num_chunks: int = 6) -> Engine:
-        engines.append(Engine(server, num_chunks))
+    def connect(server: Any, num_chunks: int = 6, tp_size: int = 1) -> Engine:
+        engines.append(Engine(server, num_chunks, tp_size=tp_size))
         return engines[-1]
 
     yield connect

@@ -24,6 +24,7 @@ LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
 OBJECT_BYTES = 2 * LAYERS * CHUNK * HEADS * HEAD_SIZE * 2
 MODEL = "test-model"  # the bench client's
 SPACE = "tiny"
+PATIENT = {"find_s": 10, "load_s": 30, "store_s": 30}  # for machines that do much else
 
 
 def free_port() -> int:
@@ -96,7 +97,7 @@ def adapter_config(topology: Path, **params: Any) -> dict[str, Any]:
     """What `--l2-adapter` is given."""
     return {
         "type": "plugin", "module_path": "dpurt.engines.lmcache.adapter", "class_name": "DpurtL2Adapter",
-        "adapter_params": {"topology": str(topology), "spaces": [SPACE], **params}, "shared": True,
+        "adapter_params": {"topology": str(topology), "spaces": [SPACE], **PATIENT, **params}, "shared": True,
     }  # fmt: skip
 
 
@@ -172,9 +173,9 @@ class Server:
 
 
 class Engine:
-    """LMCache's bench client with one simulated worker, whose tensors we look into."""
+    """LMCache's bench client with simulated workers, whose tensors we look into."""
 
-    def __init__(self, server: Server, num_chunks: int, shape: Shape = TINY) -> None:
+    def __init__(self, server: Server, num_chunks: int, shape: Shape = TINY, tp_size: int = 1) -> None:
         from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
         from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 
@@ -182,7 +183,7 @@ class Engine:
         self.num_tokens = num_chunks * shape.chunk
         config = BenchConfig(
             rpc_url=f"tcp://127.0.0.1:{server.rpc_port}", http_url=f"http://127.0.0.1:{server.http_port}",
-            mode="cpu", transfer_mode="engine_driven", tp_size=1, use_mla=False,
+            mode="cpu", transfer_mode="engine_driven", tp_size=tp_size, use_mla=False,
             num_tokens=self.num_tokens - 1,  # the client puts the sequence's number before
             kvcache_shape_spec=(
                 f"(2,{shape.blocks},{BLOCK},{shape.heads},{shape.head_size}):{shape.dtype}:{shape.layers}"

@@ -46,8 +46,7 @@ def test_store_lookup_retrieve_delete_with_both_restarted_in_between(
     assert worker.fetch(2) == 0
     worker.store(1)
     stored(server, 6)
-    usage = l2(server)
-    assert usage["is_healthy"]
+    assert l2(server)["bytes_used"] == 6 * OBJECT_BYTES
     server.end()
     node.terminate()
     node.start()
@@ -73,6 +72,21 @@ def test_two_servers_share_what_one_stored(start_node: Start, start_server: Star
     assert second.fetch(7) == 6
     assert second.content(7) == content
     assert counters(two)["loaded"] == 6
+
+
+def test_each_tensor_parallel_rank_has_its_own_objects(
+    start_node: Start, start_server: Start, engine: Start
+) -> None:
+    start_node()
+    server = start_server()
+    workers = engine(server, num_chunks=3, tp_size=2)
+    content = workers.content(1)
+    assert len(set(content)) == 6
+    workers.store(1)
+    stored(server, 6)
+    server.clear_l1()
+    assert workers.fetch(1) == 3
+    assert workers.content(1) == content
 
 
 def test_what_the_server_stores_again_after_losing_it_is_there_already(
@@ -103,10 +117,11 @@ def test_a_dead_node_is_misses_and_hits_again_when_it_is_back(
     node.kill()
     began = time.monotonic()
     assert worker.fetch(1) == 0
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8  # the budget is 0.5 s
     worker.store(5)  # stays in L1
     assert worker.fetch(5) == 6
     assert counters(server)["state"] == "down"
+    assert l2(server)["bytes_used"] == 6 * OBJECT_BYTES  # a node that is away has lost nothing
     assert not l2(server)["is_healthy"]
     node.start()
     server.clear_l1()
