@@ -50,11 +50,13 @@ _LOST = ("checksum", "stale", "expired")
 
 @dataclass(slots=True)
 class ReadTimes:
-    """How long parts took from the decision to read them until they were there."""
+    """How long parts took from the decision to read them until they were there, and how long after its hint a plan was made."""
 
     count: int = 0
     total_s: float = 0.0
     total_s2: float = 0.0
+    plans: int = 0
+    plans_s: float = 0.0
 
     def add(self, seconds: float) -> None:
         """One more."""
@@ -62,9 +64,17 @@ class ReadTimes:
         self.total_s += seconds
         self.total_s2 += seconds * seconds
 
+    def planned(self, seconds: float) -> None:
+        """One more plan, so long after its hint."""
+        self.plans += 1
+        self.plans_s += seconds
+
     def stats(self) -> dict[str, float]:
-        """Number, sum, and sum of squares, from which means and deviations follow."""
-        return {"reads": self.count, "read_s": self.total_s, "read_s_squares": self.total_s2}
+        """Numbers, sums, and sum of squares, from which means and deviations follow."""
+        return {
+            "reads": self.count, "read_s": self.total_s, "read_s_squares": self.total_s2,
+            "plans": self.plans, "plan_s": self.plans_s,
+        }  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +105,7 @@ class Read:
 class Undone:
     """What a hint leaves to do once its load was served: learn from the turn, if there was one, and plan for `group`."""
 
+    since: float
     is_turn: bool
     group: int
     ranked: Sequence[int]
@@ -177,7 +188,7 @@ class DecodeAgent:
         if hint.touched:
             self._turn(decoding, hint.group, hint.touched, hint.masses)
         if hint.touched or hint.ranked:
-            decoding.undone = Undone(bool(hint.touched), group, hint.ranked)
+            decoding.undone = Undone(trio.current_time(), bool(hint.touched), group, hint.ranked)
         return True
 
     def catch_up(self) -> None:
@@ -193,6 +204,7 @@ class DecodeAgent:
             for slot in decoding.staging.settle():
                 self._evict(decoding, slot)
         self._plan(decoding, undone.group, undone.ranked)
+        decoding.room.times.planned(trio.current_time() - undone.since)
 
     def _decoding(self, scope: Scope) -> Decoding | None:
         decoding = self._sequences.get(scope.sequence)
@@ -263,7 +275,9 @@ class DecodeAgent:
         if not decoding.wanted.get(group, set()).issuperset(slots):
             self._catch_up(decoding)
             self._turn(decoding, group, positions, b"")
-            decoding.undone = Undone(True, (group + decoding.distance) % decoding.staging.groups, ())
+            decoding.undone = Undone(
+                trio.current_time(), True, (group + decoding.distance) % decoding.staging.groups, ()
+            )
         scope = decoding.scope
         late = Acquired("late", reason="deadline")
         gather = Gather(scope.number, scope.sequence, expires, [late] * len(slots))

@@ -29,13 +29,15 @@ from dpurt.runtime.actor import Actor
 from dpurt.transport import SocketOptions, ZmqSocket, http, open_context
 
 log = structlog.get_logger()
-UNREAD_MESSAGES = 10_000  # of one rank
-MAX_MESSAGE_BYTES = 64 << 20
+UNREAD_MESSAGES = 4096  # of one rank; what does not fit is lost, noticed and replayed
+MAX_MESSAGE_BYTES = 16 << 20
 AT_ONCE = 32  # messages of one rank before others get a turn
 TICK_S = 1.0
 DISCOVERY_S = 5.0
 REPLAY_STALLED_S = 3.0
 REPLAY_S = 120.0
+QUIET_S = 0.02  # without a message of any engine: time to read ahead
+READ_BLOCKS = 128  # of each engine before others get a turn
 PAUSES_S = (1.0, 2.0, 5.0, 15.0)
 
 
@@ -111,6 +113,7 @@ class EnginesAgent(Actor[None]):
                 for engine in self._engines:
                     nursery.start_soon(self._follow_engine, engine)
                 nursery.start_soon(self._tick)
+                nursery.start_soon(self._read_ahead)
                 task_status.started()
                 await trio.sleep_forever()
 
@@ -243,6 +246,21 @@ class EnginesAgent(Actor[None]):
             for rank in self.ranks.values():
                 self._obey(rank, rank.core.tick(now))
                 self._watch(rank, now)
+
+    async def _read_ahead(self) -> None:
+        """When no messages come, read the tokens of what was told, a little at a time: then no question has to wait for that."""
+        while True:
+            await trio.sleep(QUIET_S)
+            is_more = True
+            while is_more and self._is_quiet():
+                is_more = any(
+                    [rank.core.residency.held.read_ahead(READ_BLOCKS) for rank in self.ranks.values()]
+                )
+                await trio.lowlevel.checkpoint()
+
+    def _is_quiet(self) -> bool:
+        now = trio.current_time()
+        return all(now - rank.core.heard_at >= QUIET_S for rank in self.ranks.values())
 
     @staticmethod
     def _watch(rank: Rank, now: float) -> None:

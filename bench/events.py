@@ -393,8 +393,8 @@ def _unknown(script: Script, chain: Chain) -> list[list[Event]]:
 
 
 def run(quick: bool) -> BenchResult:
-    """Streams of some ten thousand blocks, 9 rounds (quick: a tenth, 3 rounds)."""
-    rounds, size = (3, 50) if quick else (9, 500)
+    """Streams of some ten thousand blocks, 7 rounds (quick: a fifth, 3 rounds)."""
+    rounds, size = (3, 50) if quick else (7, 250)
     has_peer = importlib.util.find_spec("dynamo") is not None
     conditions: dict[str, object] = {
         **node_conditions(),

@@ -8,12 +8,15 @@ trace's blocks have fewer bytes, the same for both policies. Then each recording
 - is fed back (`dpurt replay RECORDING --verify`): the same cores, told the recorded completions, must decide as they did;
 - is replayed under the other policy: what the node would have done with it, before it is tried.
 
-Hits and lateness are shares of all block references, differences in points. What is predicted is a node with the CPU it needs: where
-arrivals came late because the machine was busy with something else, a difference is no verdict (`arrivals_late_s`).
+Hits and lateness (a block found on its way when it was needed) are shares of all block references, differences in points. What is
+predicted is a node with the CPU it needs: where arrivals came late because the machine was busy with something else, a
+difference is no verdict (`arrivals_late_s`).
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +26,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import trio
+import msgspec
 
-from dpurt.bench.live_hosts import Heard, LiveHosts, Pace
+from dpurt.bench.live_hosts import Heard, Job, Pace
 from dpurt.bench.result import BenchResult, Figure
-from dpurt.client import connect
-from dpurt.config import load_config
 from dpurt.demo.nodes import NodeProcess
+from dpurt.errors import DpurtError
 from dpurt.replay.decisions import Verdict, verify
 from dpurt.replay.engine import Scenario, replay
 from dpurt.replay.formats import Reading, read_trace
@@ -38,7 +40,6 @@ from dpurt.replay.recorded import Recorded, figures_of, hint_to_read_s
 from dpurt.replay.recording import Recording, read_recording, requests_of, scenario_of
 from dpurt.replay.report import Result, percentile
 from dpurt.replay.trace import Request
-from dpurt.runtime.paced_clock import PacedClock
 
 SUMMARY = (
     "prefetch on a live node with a throttled device, lru against dpurt, beside the replay of its recordings"
@@ -47,7 +48,8 @@ TRACE = "weka_sessions_12.jsonl.gz"
 TRACE_BLOCK_TOKENS = 2048
 WITHIN_POINTS = 2.0
 SEEDS = 5  # of the replays' device and hosts
-STALL_S = 1.0  # an arrival so late means a machine with other things to do: a difference proves nothing then
+STALL_S = 0.5  # an arrival so late means a machine with other things to do: a difference proves nothing then
+COMPARED = ("hits", "in flight at need")  # shares of all references; of used prefetches there are too few
 PATIENCE_S = 300.0  # of all parties, on their clock
 SPACE, HOST = "live", "live-host"
 NODE_BLOCK_TOKENS = 16  # tokens are made up from block ids, so a few a block will do
@@ -163,7 +165,7 @@ def play(policy: str, requests: Sequence[Request], setup: Setup, folder: Path) -
     topology.write_text(_topology(policy, requests, setup, folder))
     options = ["--record", str(record), "--pace", str(setup.speed)]
     with NodeProcess(topology, folder / "run", folder / "node.log", options) as node:
-        heard = trio.run(_drive, topology, node.endpoint, requests, setup, clock=PacedClock(setup.speed))
+        heard = drive(topology, node.endpoint, requests, setup)
         stats: dict[str, Any] = node.stats()
         node.terminate()
     recording = read_recording(record)
@@ -177,12 +179,19 @@ def play(policy: str, requests: Sequence[Request], setup: Setup, folder: Path) -
     )
 
 
-async def _drive(topology: Path, endpoint: str, requests: Sequence[Request], setup: Setup) -> Heard:
-    space = load_config(topology).to_space(SPACE)
-    async with connect(
-        endpoint, host=HOST, spaces={SPACE: space}, fabrics=["shm"], timeout_s=PATIENCE_S
-    ) as client:
-        return await LiveHosts(client, SPACE, space, setup.pace).play(requests)
+def drive(topology: Path, endpoint: str, requests: Sequence[Request], setup: Setup) -> Heard:
+    """The hosts, as a process of their own. DpurtError with the end of what it said when it fails."""
+    job_path, result = topology.with_name("hosts.json"), topology.with_name("heard.json")
+    job = Job(
+        topology=str(topology), endpoint=endpoint, host=HOST, space=SPACE, speed=setup.speed, patience_s=PATIENCE_S,
+        pace=setup.pace, requests=list(requests), result=str(result),
+    )  # fmt: skip
+    job_path.write_bytes(msgspec.json.encode(job))
+    command = [sys.executable, "-m", "dpurt.bench.live_hosts", str(job_path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DpurtError(f"the hosts failed ({done.returncode}):\n{done.stderr[-2000:]}")
+    return msgspec.json.decode(result.read_bytes(), type=Heard)
 
 
 def _topology(policy: str, requests: Sequence[Request], setup: Setup, folder: Path) -> str:
@@ -289,7 +298,7 @@ def _beside(live: Live, name: str, measured: float, predicted: float) -> Figure:
         unit="%",
         peer="replay of its recording",
         peer_value=predicted,
-        target=f"within {WITHIN_POINTS:g} points",
+        target=f"within {WITHIN_POINTS:g} points" if name in COMPARED else None,
         holds=None if not is_near and live.heard.late_s > STALL_S else is_near,
     )
 

@@ -507,7 +507,7 @@ class Node:
             },
             "endurance": self._endurance_stats(),
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
-            "fabrics_off": dict(self.fabric.off),
+            "fabrics_off": {**self.fabric.off, **(self.verbs.rails_off if self.verbs else {})},
             "rails": {
                 name: plain(rail) for name, rail in (self.verbs.rail_stats() if self.verbs else {}).items()
             },

@@ -531,6 +531,13 @@ def test_the_routing_page_is_for_loopback_only() -> None:
     assert "not loopback" in str(refusal(lambda t: t.update(router={"bind": "192.0.2.1:80"})))
 
 
+def test_an_engine_that_cannot_replay_is_warned_of() -> None:
+    config = config_from(changed(engine(events=["ipc:///a"])), "node.toml")
+    assert any("no replay endpoint" in warning for warning in config.warnings())
+    config = config_from(changed(engine(events=["ipc:///a"], replay=["ipc:///b"])), "node.toml")
+    assert not any("replay" in warning for warning in config.warnings())
+
+
 # --- rails ---
 
 

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file, not faster than stated; memory likewise; a file as fast as it is (default paced)",
     )  # fmt: skip
     parser.add_argument(
-        "--latency-us", type=float, default=3000, metavar="US", help="of a read (default 3000)"
+        "--latency-us", type=float, default=2000, metavar="US", help="of a read (default 2000)"
     )
     parser.add_argument(
         "--bandwidth", type=byte_rate, default=200e6, metavar="B", help="bytes a second (default 200M)"

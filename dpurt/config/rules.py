@@ -274,6 +274,9 @@ def warnings(config: Config) -> Iterator[str]:
     yield from _weak_secrets(config)
     yield from _odd_reach(config)
     yield from _odd_parts(config)
+    for engine in config.engine:
+        if engine.events and not engine.replay:
+            yield f"engine {engine.name!r} has no replay endpoint: one lost message empties what is known of it"
     if (
         config.envelope is not None
         and config.prefetch.bandwidth_bytes_per_s > config.envelope.device_bytes_per_s

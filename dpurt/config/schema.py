@@ -663,7 +663,10 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
 
 
 class RouterConfig(Table, frozen=True, kw_only=True):
-    """Routing questions over HTTP on loopback, e.g. ``"127.0.0.1:8090"``; empty is off."""
+    """Routing questions over HTTP on loopback, e.g. ``"127.0.0.1:8090"``; empty is off.
+
+    Any user of this machine may then ask which prompts are cached, of every space.
+    """
 
     bind: str = ""
 

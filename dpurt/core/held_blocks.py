@@ -9,7 +9,8 @@ hash to its segment, and says by that who is held; another from a hash to the se
                  A  A  A  A  B         below[h1]     segment B: h4
 
 A question walks from the root: the next block's tokens find a segment (those that were never asked for have their first
-block read now), the rest of it is compared in one piece, and so on below the last equal block. A hash only leads to
+block read now), the rest of it is compared in one piece, and so on below the last equal block. Who has time to spare reads
+long segments beforehand (`read_ahead`). A hash only leads to
 tokens, which are compared exactly; none stands for them.
 
 What is not held is not kept: a segment goes with its last held block, and what is below it waits for it to be told again, for
@@ -29,6 +30,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+_FEW = 8  # blocks whose tokens are read quickly enough when a question leads to them
 _PIECE_BYTES = 65_536  # compared at once
 
 
@@ -88,10 +90,15 @@ class _Segment:
 
     def read(self, codec: TokenCodec) -> bytearray:
         """Its blocks' tokens; at least as many as it has hashes."""
-        for told, count in self.told:
-            self.content += codec.blocks(told, count)
-        self.told.clear()
+        while self.told:
+            self.read_next(codec)
         return self.content
+
+    def read_next(self, codec: TokenCodec) -> int:
+        """Read what was told next; how many blocks that were."""
+        told, count = self.told.pop(0)
+        self.content += codec.blocks(told, count)
+        return count
 
 
 class _Branches:
@@ -134,6 +141,7 @@ class HeldBlocks:
         self._codec = codec or PlainTokens(width)
         self._held: tuple[dict[Hashable, _Segment | None], dict[Hashable, _Segment | None]] = ({}, {})
         self._below: dict[Hashable, _Branches] = {}
+        self._unread: dict[_Segment, None] = {}  # told much at once, and not read
 
     def __len__(self) -> int:
         """Blocks held, each tier counted."""
@@ -172,21 +180,30 @@ class HeldBlocks:
             self._store_each(above, hashes, told, tier, label)
             return
         segment = mine.get(above)
-        if (
-            segment is None
-            or label
-            or segment.is_ragged
-            or segment.hashes[-1] != above
-            or above in self._below
-        ):
-            segment = self._begin(above, list(hashes), told, label)
-        else:
+        if segment is not None and segment.hashes[-1] == above and self._may_grow(segment, label):
             segment.hashes += hashes
             segment.told.append((told, len(hashes)))
+        else:
+            segment = self._begin(above, list(hashes), told, label)
         before = len(mine)
         for block_hash in hashes:
             mine[block_hash] = segment
         segment.held[tier] += len(mine) - before
+        if len(hashes) > _FEW:
+            self._unread[segment] = None
+
+    def read_ahead(self, max_blocks: int) -> bool:
+        """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
+        while self._unread and max_blocks > 0:
+            segment = next(iter(self._unread))
+            if segment.told:
+                max_blocks -= segment.read_next(self._codec)
+            if not segment.told:
+                del self._unread[segment]
+        return bool(self._unread)
+
+    def _may_grow(self, segment: _Segment, label: bytes) -> bool:
+        return not (segment.is_ragged or label or segment.hashes[-1] in self._below)
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
@@ -218,7 +235,9 @@ class HeldBlocks:
         self._below = {}
         for segment in segments:
             segment.held[tier], segment.key = 0, b""
-            if segment.held[1 - tier]:
+            if not segment.held[1 - tier]:
+                self._unread.pop(segment, None)
+            else:
                 self._below.setdefault(segment.above, _Branches()).new[segment] = None
 
     # --- inside ---
@@ -272,6 +291,7 @@ class HeldBlocks:
         return segment
 
     def _end(self, segment: _Segment) -> None:
+        self._unread.pop(segment, None)
         if self._below[segment.above].remove(segment):
             del self._below[segment.above]
 
@@ -314,6 +334,7 @@ class HeldBlocks:
             for block_hash, known in self._held[tier].items():
                 assert known is None or block_hash in known.hashes, f"{tier}: a block is not in its segment"
         assert all(any(segment.held) for segment in segments), "a segment that nobody holds was kept"
+        assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
 
 
 def _first(pair: tuple[int, _Segment]) -> int:

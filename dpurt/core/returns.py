@@ -202,7 +202,7 @@ class Returns:
     def __init__(
         self,
         prior: Forest | None = None,
-        window_s: float = 6.0,
+        window_s: float = 5.0,
         max_streams: int = 16_384,
         *,
         fetches: bool = True,

@@ -141,11 +141,15 @@ class Found:
 
 
 class ReadTotals(NamedTuple):
-    """How many parts a node has read so far, how long that took them, and the sum of the squares of that."""
+    """How many parts a node has read so far, how long that took them, and the sum of the squares of that; how many plans
+    it has made, and how long after their hints.
+    """
 
     number: int
     seconds: float
     squares: float
+    plans: int
+    plan_seconds: float
 
 
 @dataclass(slots=True)
@@ -211,7 +215,9 @@ class NodeKv:
         """Note how many parts the node has read, and how long they took."""
         stats: Any = await self.client.stats()
         own = stats["decode"][SPACE]
-        self.reads.append(ReadTotals(own["reads"], own["read_s"], own["read_s_squares"]))
+        self.reads.append(
+            ReadTotals(own["reads"], own["read_s"], own["read_s_squares"], own["plans"], own["plan_s"])
+        )
 
     async def settle(self) -> None:
         """Wait until the device has all that was put."""

@@ -49,16 +49,17 @@ def times_of(log: TurnLog, found: Sequence[Found]) -> Times:
 
 
 def read_times(totals: Sequence[ReadTotals]) -> npt.NDArray[np.float32]:
-    """Mean and standard deviation of a read's time in each step, in microseconds, from the node's totals before and after.
-    A step without reads has those of the one before it.
+    """Of each step, from the node's totals before and after, in microseconds: mean and standard deviation of a read's time,
+    and how long after its hint a plan was made. A step without reads has the times of the one before it.
     """
-    times = np.zeros((len(totals) - 1, 2), np.float32)
+    times = np.zeros((len(totals) - 1, 3), np.float32)
     for step, (before, after) in enumerate(pairwise(totals)):
         count = after.number - before.number
         if count:
             mean = (after.seconds - before.seconds) / count
             variance = (after.squares - before.squares) / count - mean * mean
-            times[step] = 1e6 * mean, 1e6 * math.sqrt(max(0.0, variance))
+            lag = (after.plan_seconds - before.plan_seconds) / max(1, after.plans - before.plans)
+            times[step] = 1e6 * mean, 1e6 * math.sqrt(max(0.0, variance)), 1e6 * lag
         elif step:
             times[step] = times[step - 1]
     return times

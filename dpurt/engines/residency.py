@@ -24,7 +24,6 @@ from dpurt.core.held_blocks import HeldBlocks, HostTier
 from dpurt.engines.kv_events import BlockHash, BlockRemoved, BlockStored, KvEvent, tokens_of
 
 MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
-_NO_TOKENS = frozenset({b"\xc0", b"\x90"})  # nil, an empty array
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
 
 
@@ -151,7 +150,7 @@ class Residency:
 
     def _enter(self, event: BlockStored, hashes: list[BlockHash], tier: HostTier) -> None:
         told, extras = bytes(event.token_ids), event.extra_keys
-        if told in _NO_TOKENS:
+        if len(told) == 1:  # nil, or an empty array
             for block_hash in hashes:
                 self.held.note(block_hash, tier)
         elif event.block_size != self.engine.block_tokens:

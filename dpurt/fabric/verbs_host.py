@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from dpurt.core.rails import LaneState
 from dpurt.errors import (
     FabricError,
     NodeUnavailable,
@@ -122,7 +123,7 @@ class VerbsEndpoint:
             int, QueuePair
         ] = {}  # by number: to replace a broken one, until the node has its own
         self.lanes = LaneGroup(lanes, self._broke)
-        self._up_at = math.inf  # the last time a lane was up, once one was
+        self._up_at = math.inf  # when the last lane that was up broke; at first, when the link was made
         for lane in lanes:
             self.lanes.take(lane, self._prepared(lane))
 
@@ -380,8 +381,7 @@ class VerbsEndpoint:
         if lane.is_usable:
             await self._prove(lane)
         while self._closed is None:
-            while state.is_up:
-                await self._changed.wait()
+            await self._while_up(state)
             self._stats.errors += 1
             if not policy.any_up() and trio.current_time() - self._up_at > REJOIN_S:
                 self._broken(f"no lane passes bytes; the last: {state.last_failure}")
@@ -390,6 +390,12 @@ class VerbsEndpoint:
             await trio.sleep_until(state.retry_at)
             if await self._rejoin(lane):
                 await self._prove(lane)
+
+    async def _while_up(self, state: LaneState) -> None:
+        if state.is_up:
+            while state.is_up:
+                await self._changed.wait()
+            self._up_at = trio.current_time()
 
     async def _prove(self, lane: Lane) -> None:
         """A WRITE without bytes is answered by the peer's device if there is a way to it."""
@@ -400,7 +406,6 @@ class VerbsEndpoint:
             queue_pair.fail(str(error))
             return
         self.lanes.up(lane)
-        self._up_at = trio.current_time()
         self._control.post(Ready(lane.index))
         self._change()
 

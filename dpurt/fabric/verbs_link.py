@@ -43,6 +43,7 @@ from dpurt.fabric.verbs_control import (
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
 from dpurt.fabric.verbs_memory import NodeRail
 from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
+from dpurt.rdma.device import is_up
 from dpurt.rdma.memory import Access, Registration, Segment, Window, address_of
 from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, QueuePairAddress, Received
 
@@ -306,6 +307,10 @@ class VerbsLink:
         if lane.queue_pair is not None:
             await lane.queue_pair.aclose("replaced by the host")
         try:
+            if not is_up(
+                lane.adapter.device
+            ):  # connecting would hold up the loop until it knows that there is no way
+                raise QueuePairError(self._control.peer, "closed", "the rail's port is down")
             made = self._made(lane, message.queue_pair)
             made.connect(message.queue_pair)
         except (RdmaLimit, QueuePairError) as error:

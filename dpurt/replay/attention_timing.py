@@ -24,7 +24,7 @@ class Pace:
     """`step_s`: a decode step of `layers_per_step` layers (the paced model's; its layers follow each other
     `step_s / layers_per_step` apart). `block_bytes`: one layer's part of a block. As recorded: `recorded`, how long each
     layer's turn took instead, [steps, layers]; `reads`, mean and standard deviation of a read's time beyond its transfer,
-    [steps, 2].
+    and from hint to prefetch, [steps, 3].
     """
 
     step_s: float = 0.03
@@ -62,7 +62,7 @@ def recorded_pace(trace: AttentionTrace) -> Pace | None:
     return Pace(
         step_s=max(1e-9, float(trace.layer_s.sum(axis=1).mean())), layers_per_step=trace.layers,
         block_bytes=trace.pace.block_bytes, hint_to_read_s=0.0, device=device, recorded=trace.layer_s,
-        reads=np.maximum(0.0, trace.read_s - np.array([transfer_s, 0.0])),
+        reads=np.maximum(0.0, trace.read_s - np.array([transfer_s, 0.0, 0.0])),
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ class ReadPipe:
         self._latency_s = self._least_s = pace.device.read_latency_s
         self._tail_s = self._latency_s * pace.device.jitter
         self._reads = pace.reads
-        self._node_s = pace.hint_to_read_s
+        self._node_s = self._plan_s = pace.hint_to_read_s
         self._random = random.Random(seed)
         self._free_at = 0.0
         self._waiting: dict[int, float] = {}  # slot -> when it may start, in order of issue
@@ -82,10 +82,11 @@ class ReadPipe:
 
     def enter_step(self, step: int) -> None:
         """From now on reads take as long as they did in this step of the recording, if there is one: never less than the device
-        needs, and now and then longer (an exponential tail), so that mean and deviation are those recorded.
+        needs, and now and then longer (an exponential tail), so that mean and deviation are those recorded. Reads one turn
+        waits for share the tail: there it is the machine that was busy, not the device.
         """
         if self._reads is not None and step >= 0:
-            mean, deviation = self._reads[step].tolist()
+            mean, deviation, self._plan_s = self._reads[step].tolist()
             beyond = max(0.0, mean - self._least_s)
             self._tail_s = min(deviation, beyond)
             self._latency_s = self._least_s + beyond - self._tail_s
@@ -93,15 +94,16 @@ class ReadPipe:
     def prefetch(self, slots: Iterable[int], now: float) -> None:
         """Queue reads behind all others."""
         for slot in slots:
-            self._waiting[slot] = now + self._node_s
+            self._waiting[slot] = now + self._plan_s
 
     def demand(self, slots: Iterable[int], now: float) -> float:
         """Read these before whatever waits; when the last one lands. `now` for none."""
         self._start(now + self._node_s)
-        last = now
+        last, shared = now, None if self._reads is None else self._tail()
         for slot in slots:
             self._waiting.pop(slot, None)
-            last = max(last, self._read(now + self._node_s))
+            tail_s = self._tail() if shared is None else shared
+            last = max(last, self._read(now + self._node_s, tail_s))
         return last
 
     def landing(self, slot: int, now: float) -> float | None:
@@ -119,8 +121,11 @@ class ReadPipe:
             if max(self._free_at, ready) > now:
                 return
             del self._waiting[slot]
-            self._lands[slot] = self._read(ready)
+            self._lands[slot] = self._read(ready, self._tail())
 
-    def _read(self, ready: float) -> float:
+    def _tail(self) -> float:
+        return self._tail_s * self._random.expovariate(1.0)
+
+    def _read(self, ready: float, tail_s: float) -> float:
         self._free_at = max(self._free_at, ready) + self._transfer_s
-        return self._free_at + self._latency_s + self._tail_s * self._random.expovariate(1.0)
+        return self._free_at + self._latency_s + tail_s

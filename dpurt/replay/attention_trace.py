@@ -9,9 +9,9 @@ Format. ``mass_q`` uint8 [steps, layers, blocks] (blocks past the context are pa
 ``meta``: JSON with ``model``, ``name``, ``workload``, ``block_tokens``, ``n_prefill``, ``steps``, ``layers``; with
 hints also ``spec_lookahead_layers``, ``spec_hot_window_tokens`` and ``spec_sink_tokens``; ``demanded`` is how many
 blocks a layer wants, if that was recorded. Decode step t reads positions 0 to n_prefill + t. A recording that also has
-``layer_us`` uint32 [steps, layers] (from a layer's turn to the next one's, stalls left out), ``read_us`` float32 [steps, 2]
-(mean and standard deviation of a read's time, from the decision until its bytes were there, in that step) and ``pace`` in
-``meta`` can be replayed at the pace at which it was made.
+``layer_us`` uint32 [steps, layers] (from a layer's turn to the next one's, stalls left out), ``read_us`` float32 [steps, 3]
+(of that step: mean and standard deviation of a read's time, from the decision until its bytes were there, and how long
+after its hint a prefetch was decided) and ``pace`` in ``meta`` can be replayed at the pace at which it was made.
 
 Cold blocks lie outside the first `sink` and the last `window` tokens; they are *columns* 0, 1, 2 ... here, and
 become more as the context grows. What a layer wants at a step (its *demand*) is the `top` columns with most mass.
@@ -177,7 +177,7 @@ def _read(path: Path, arrays: _Arrays, steps: int | None, top: int | None) -> At
         lookaheads=meta.spec_lookahead_layers,
         hints=arrays.hints(meta, sink, columns[warm:]) if "spec_topk" in arrays else None,
         layer_s=arrays.times("layer_us", np.uint32, meta, meta.layers)[: len(masses)] if meta.pace else None,
-        read_s=arrays.times("read_us", np.float32, meta, 2)[: len(masses)] if meta.pace else None,
+        read_s=arrays.times("read_us", np.float32, meta, 3)[: len(masses)] if meta.pace else None,
         pace=meta.pace,
     )
 

@@ -595,6 +595,7 @@ class _Run:
             "span_s": self.requests[-1].timestamp_s - self.requests[0].timestamp_s if self.requests else 0.0,
             "capacity_blocks": self.capacity,
             **asdict(self.scenario),
+            "pauses_s": list(self.scenario.pauses_s),  # as it comes back from JSON
             "summary": self.policy.summary,
             "eviction": self.policy.eviction,
             "predictors": list(self.policy.predictors),

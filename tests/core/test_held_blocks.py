@@ -6,9 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from dpurt.core import held_blocks
 from dpurt.core.held_blocks import HeldBlocks, HostTier, Leading, PlainTokens
 
 WIDTH = 8
+held_blocks._FEW = 1  # so that the short chains here count as long
 Chain = tuple[int, ...]
 chains = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 tiers = st.sampled_from(HostTier)
@@ -59,6 +61,10 @@ class Holding(RuleBasedStateMachine):
     def lose(self, gone: set[tuple[HostTier, Chain]]) -> None:
         self.truth -= gone
         self.told -= {chain for _, chain in gone if not any((tier, chain) in self.truth for tier in HostTier)}
+
+    @rule(blocks=st.integers(0, 4))
+    def read_ahead(self, blocks: int) -> None:
+        self.held.read_ahead(blocks)
 
     @rule(chain=chains)
     def a_prompt_is_held_as_far_as_told(self, chain: Chain) -> None:
@@ -125,6 +131,22 @@ def test_tokens_are_not_read_before_a_prompt_leads_to_them() -> None:
     assert held.leading(None, tokens(1, 2, 3, 4, 6)) == Leading(4, 4)
     held.leading(None, tokens(1, 2, 3, 4, 5))
     assert reads == ["first", "blocks", "blocks"]
+
+
+def test_what_was_told_in_large_pieces_is_read_ahead_a_little_at_a_time() -> None:
+    held = HeldBlocks(WIDTH)
+    for at in range(0, 40, 10):
+        held.store(
+            at - 1 if at else None, list(range(at, at + 10)), tokens(*range(at, at + 10)), HostTier.HBM
+        )
+    assert held.read_ahead(15)
+    assert not held.read_ahead(20)
+    assert held.leading(None, tokens(*range(40))) == Leading(40, 40)
+    held.store(39, [40], tokens(40), HostTier.HBM)
+    assert not held.read_ahead(1)
+    held.store(None, list(range(100, 120)), tokens(*range(100, 120)), HostTier.HBM)
+    held.remove(list(range(100, 120)), HostTier.HBM)
+    assert not held.read_ahead(0)
 
 
 def test_a_part_of_a_block_is_no_block() -> None:

@@ -32,8 +32,8 @@ from dpurt.replay.decisions import verify
 from dpurt.replay.lint import lint
 from dpurt.replay.recorded import figures_of
 from dpurt.replay.recording import Recording, read_recording, requests_of
-from dpurt.testing.node import serving, small_config, spaces_of
-from dpurt.testing.node_steps import PAYLOAD, load, payloads, slots, statuses, tokens
+from dpurt.testing.node import serving, small_config, small_host, small_space, spaces_of
+from dpurt.testing.node_steps import PAYLOAD, buffers, load, payloads, slots, statuses, tokens
 from dpurt.wire import messages as m
 from dpurt.wire import recording as r
 
@@ -377,3 +377,33 @@ def test_the_command_records_until_interrupted_and_says_what_it_got(tmp_path: Pa
     assert sum(isinstance(line, r.Taken) for line in recording.lines) == 3
     assert lint(path) == []
     assert cli.main(["replay", str(path), "--verify"]) == 0
+
+
+async def test_several_spaces_shards_and_an_epoch_are_fed_back_too(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {
+        **slots(24),
+        "space": [small_space("s"), small_space("u", tp_size=2)],
+        "host": [small_host("host-a", spaces=["s", "u"]), small_host("host-b")],
+    }
+    config, path = small_config(tmp_path / "run", **tables), tmp_path / "two"
+    async with serving(Node(config, record_to=path)) as node:
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            for turn in range(2):
+                for chain in CHAINS:
+                    for space, shard in (("s", 0), ("u", 0), ("u", 1)):
+                        request = f"{space}-{shard}-{chain.start}-{turn}"
+                        found = await client.lookup(space, request, tokens(*chain), shard=shard)
+                        first = found.matched_blocks
+                        await client.store(space, request, None, first, payloads(*chain[first:]), shard=shard)
+                        await client.load(request, 0, buffers(first), shard=shard)
+                        await client.finish(request, "end_turn")
+            await node.bump_epoch("s")
+            await client.lookup("u", "after", tokens(*CHAINS[0]))
+            await client.finish("after")
+    recording = read_recording(path)
+    assert len(recording.header.pools) == 2
+    assert len(recording.spaces()) == 2
+    verdict = verify(recording)
+    assert verdict.difference == ""
+    assert verdict.decisions["victim"] > 10
+    assert lint(path) == []

@@ -43,15 +43,14 @@ def test_tokens_come_back_as_text(weights: tuple[Model, Tokenizer]) -> None:
 def test_hints_lift_hits_replay_tells_them_and_no_token_changes(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "dpurt", "smollm2", "--steps", "60", "--json", str(out)]
-    subprocess.run(command, check=True, timeout=600)
+    subprocess.run(command, check=True, timeout=900)
     result = json.loads(out.read_text())
     assert result["identical"]
     assert result["conditions"]["context_tokens"][1] == 4095
     runs = {run["mode"]: run for run in result["runs"]}
     hits = [runs[mode]["hits"] for mode in ("no prefetch", "history only", "hints, 2 ahead")]
     assert hits == sorted(hits)
-    stalls = [runs[mode]["stall_ms_per_step"] for mode in ("no prefetch", "hints, 2 ahead")]
-    assert stalls[1] < 0.7 * stalls[0]
+    assert runs["hints, 2 ahead"]["stalled_turns"] < 0.6 * runs["no prefetch"]["stalled_turns"]
     for run in list(runs.values())[1:]:
         assert np.isclose(run["hits"], run["predicted"]["hits"], atol=0.02), run["mode"]
         assert np.isclose(run["late"], run["predicted"]["late"], atol=0.02), run["mode"]

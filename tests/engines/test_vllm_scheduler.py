@@ -184,6 +184,20 @@ def test_a_prompt_that_is_expected_is_waited_for_as_a_whole(
     assert (order.expect_ms, order.by_layer, len(order.ids)) == (700, False, 4)
 
 
+def test_a_request_that_ends_before_its_answer_leaves_no_scope_behind(
+    make: Callable[..., Asker], link: FakeLink
+) -> None:
+    link.answers.clear()
+    asker, one = make(), request()
+    asker.arrived(one)
+    asker.ended(one)
+    link.answers.set()
+    asker.close()
+    for thread in [t for t in threading.enumerate() if t.name.startswith("dpurt-lookup")]:
+        thread.join()
+    assert [hint.kind for hint in link.hints] == ["finish"] * len(link.asked)
+
+
 def test_a_match_that_could_not_be_loaded_is_not_believed_again(make: Callable[..., Asker]) -> None:
     asker, one = make(), request()
     asker.arrived(one)

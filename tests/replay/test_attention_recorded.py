@@ -39,7 +39,7 @@ def recording(path: Path, **changes: Any) -> Path:
     }  # fmt: skip
     arrays: dict[str, Any] = {
         "mass_q": masses, "spec_topk": hints, "layer_us": np.full((STEPS, LAYERS), LAYER_US, np.uint32),
-        "read_us": np.tile(np.array([READ_US, 0], np.float32), (STEPS, 1)), **changes,
+        "read_us": np.tile(np.array([READ_US, 0, 0], np.float32), (STEPS, 1)), **changes,
     }  # fmt: skip
     np.savez_compressed(path, meta=np.array(json.dumps(meta)), **arrays)
     return path
@@ -53,7 +53,7 @@ def replayed(path: Path) -> Tally:
 
 def test_reads_shorter_than_the_look_ahead_are_never_late_and_longer_ones_are(tmp_path: Path) -> None:
     quick = replayed(recording(tmp_path / "quick.npz"))
-    reads = np.tile(np.array([2.5 * LAYER_US, 0], np.float32), (STEPS, 1))
+    reads = np.tile(np.array([2.5 * LAYER_US, 0, 0], np.float32), (STEPS, 1))
     slow = replayed(recording(tmp_path / "slow.npz", read_us=reads))
     assert quick.late == 0
     assert slow.late > 20
@@ -61,28 +61,37 @@ def test_reads_shorter_than_the_look_ahead_are_never_late_and_longer_ones_are(tm
 
 
 def test_lateness_is_where_the_recording_was_slow(tmp_path: Path) -> None:
-    reads = np.tile(np.array([READ_US, 0], np.float32), (STEPS, 1))
-    reads[20:] = 2.5 * LAYER_US, 0
+    reads = np.tile(np.array([READ_US, 0, 0], np.float32), (STEPS, 1))
+    reads[20:] = 2.5 * LAYER_US, 0, 0
     half = replayed(recording(tmp_path / "half.npz", read_us=reads))
     slow = replayed(
-        recording(tmp_path / "slow.npz", read_us=np.full((STEPS, 2), [2.5 * LAYER_US, 0], np.float32))
+        recording(tmp_path / "slow.npz", read_us=np.full((STEPS, 3), [2.5 * LAYER_US, 0, 0], np.float32))
     )
     assert 0.3 * slow.late < half.late < 0.7 * slow.late
 
 
 def test_layers_that_take_longer_leave_reads_more_time(tmp_path: Path) -> None:
-    reads = np.full((STEPS, 2), [2.5 * LAYER_US, 0], np.float32)
+    reads = np.full((STEPS, 3), [2.5 * LAYER_US, 0, 0], np.float32)
     layers = np.full((STEPS, LAYERS), 2 * LAYER_US, np.uint32)
     assert replayed(recording(tmp_path / "r.npz", read_us=reads, layer_us=layers)).late == 0
+
+
+def test_a_prefetch_decided_long_after_its_hint_has_that_much_less_time(tmp_path: Path) -> None:
+    soon = replayed(
+        recording(tmp_path / "soon.npz", read_us=np.full((STEPS, 3), [1.5 * LAYER_US, 0, 0], np.float32))
+    )
+    lag = np.full((STEPS, 3), [1.5 * LAYER_US, 0, 0.7 * LAYER_US], np.float32)
+    assert soon.late == 0
+    assert replayed(recording(tmp_path / "lag.npz", read_us=lag)).late > 20
 
 
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
         ("layer_us", np.zeros((STEPS, LAYERS + 1), np.uint32)),
-        ("read_us", np.full((STEPS, 2), np.nan, np.float32)),
-        ("read_us", np.full((STEPS, 2), -1, np.float32)),
-        ("read_us", np.zeros((STEPS, 2), np.float64)),
+        ("read_us", np.full((STEPS, 3), np.nan, np.float32)),
+        ("read_us", np.full((STEPS, 3), -1, np.float32)),
+        ("read_us", np.zeros((STEPS, 3), np.float64)),
     ],
 )
 def test_times_that_are_no_times_are_refused(tmp_path: Path, name: str, bad: Any) -> None:
@@ -96,5 +105,9 @@ def test_a_runs_times_are_told_apart_into_layers_stalls_and_reads() -> None:
     times = times_of(log, found)
     assert times.stall_s == [0, 0, 2.0, 0]
     assert times.layer_s == [1.0, 1.0, 1.0, 1.0]
-    totals = [ReadTotals(0, 0.0, 0.0), ReadTotals(2, 0.4, 0.1), ReadTotals(2, 0.4, 0.1)]
-    assert read_times(totals).tolist() == pytest.approx(np.array([[2e5, 1e5], [2e5, 1e5]]))
+    totals = [
+        ReadTotals(0, 0.0, 0.0, 0, 0.0),
+        ReadTotals(2, 0.4, 0.1, 3, 0.3),
+        ReadTotals(2, 0.4, 0.1, 3, 0.3),
+    ]
+    assert read_times(totals).tolist() == pytest.approx(np.array([[2e5, 1e5, 1e5], [2e5, 1e5, 1e5]]))

@@ -95,6 +95,7 @@ class Asker:
         self._pool = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="dpurt-lookup")
         self._adapters = Adapters(self._pool)
         self._unread: dict[str, _Unread] = {}
+        self._open: set[str] = set()  # looked up, not ended
         self._generation = b""
         self._waited_s = 0.0  # in this step
 
@@ -143,6 +144,7 @@ class Asker:
             self._link.tally.why("skipped", ["vocabulary"])
             return
         self._book.open(request.request_id, tokens)
+        self._open.add(request.request_id)
         if self._settings.load == "none" or hints.get("load") is False:
             answer = _no_answer()
         else:
@@ -189,6 +191,10 @@ class Asker:
             )
         )  # fmt: skip
         self._link.tally.count(lookup_s=watch.s)
+        if request not in self._open:
+            self._link.client.finish(
+                request, "cancelled"
+            )  # it ended meanwhile: this lookup opened its scope again
         return reply
 
     # --- the scheduler asks ---
@@ -298,6 +304,7 @@ class Asker:
     def ended(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """(whether its blocks must be held, what its client is told)."""
         self._unread.pop(request.request_id, None)
+        self._open.discard(request.request_id)
         asked = self._asked.pop(request.request_id, None)
         if asked is None:
             return False, None

@@ -40,6 +40,7 @@ LOAD_THREADS = 4
 BATCH_BLOCKS = 64  # of one view: released as soon as they are copied
 LAYER_WINDOWS = 4  # in which a load by layer asks for parts
 IDLE_WAIT_S = 0.002
+PAUSE_FACTOR, PAUSE_S = 2, 60.0
 ARRIVAL_S = 0.02  # between looks for blocks that another engine is storing
 _LOST = (DpurtError, OSError, ValueError, RuntimeError)
 
@@ -93,6 +94,7 @@ class Mover:
         self._loaded: set[str] = set()
         self._failed: set[int] = set()
         self._no_save: set[str] = set()  # requests whose chain broke at the node
+        self._paused: dict[str, float] = {}
         self._layer_waits_until = 0.0
         payload = pages.geometry.payload_bytes
         self._batch = max(1, min(BATCH_BLOCKS, self._settings.save_buffer_bytes // payload))
@@ -196,15 +198,22 @@ class Mover:
         self._saver.submit(self._hint_end, ending)
 
     def _hint_end(self, ending: Ending) -> None:
-        self._no_save.discard(ending.request)
+        request = ending.request
+        self._no_save.discard(request)
+        self._forget_paused()
         if ending.pause_ms is None:
-            self._link.client.finish(ending.request, ending.reason)
-        else:
-            self._link.client.hint(
-                m.Hint(
-                    request=ending.request, kind="pause", expected_ms=ending.pause_ms, reason=ending.reason
-                )
-            )
+            self._link.client.finish(request, ending.reason)
+            return
+        self._paused[request] = time.monotonic() + PAUSE_FACTOR * ending.pause_ms / 1000 + PAUSE_S
+        hint = m.Hint(request=request, kind="pause", expected_ms=ending.pause_ms, reason=ending.reason)
+        self._link.client.hint(hint)
+
+    def _forget_paused(self) -> None:
+        """Who did not come back in twice the time that was announced will not: the node's scope ends."""
+        now = time.monotonic()
+        for request in [request for request, until in self._paused.items() if until < now]:
+            del self._paused[request]
+            self._link.client.finish(request, "did not return")
 
     # --- loads, in their threads ---
 

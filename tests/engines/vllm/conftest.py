@@ -174,6 +174,7 @@ class Node:
         tier = {
             "type": "DpurtTier", "module_path": "dpurt.engines.vllm.tier",
             "topology": str(self.topology), "space": SPACE, "model": "SmolLM2-135M", "revision": "1",
+            "load_timeout_s": 60, "store_timeout_s": 60,
         }  # fmt: skip
         return offload_config(gib, [tier])
 

