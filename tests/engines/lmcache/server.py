@@ -192,6 +192,9 @@ class Engine:
         )  # fmt: skip
         self.client = ServerBenchClient(config, log=lambda line: None)
         self.client.start()
+        for rank, worker in enumerate(self.client._workers):  # it gives all of them the same
+            for tensor in worker.kv_caches.values():
+                tensor.add_(rank)
         self._count = 0
 
     def _request(self, sequence: int) -> Any:

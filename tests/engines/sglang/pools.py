@@ -10,6 +10,7 @@ from typing import Any
 PAGE = 16
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 16
 SPACE = "tiny"
+MEMORY_BYTES = 1 << 30  # a pool may take: SGLang would leave 10 GiB of the machine free
 
 
 def topology(
@@ -109,6 +110,7 @@ def mha_pool(layout: str = "page_first", device: Any = None, shape: Shape = TINY
     """SGLang's own host pool, filled with bytes that are nowhere the same."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     device = device or device_pool(shape)
@@ -120,10 +122,11 @@ def mha_pool(layout: str = "page_first", device: Any = None, shape: Shape = TINY
         buffers=buffers, page_size=shape.page_size, head_num=shape.heads, head_dim=shape.head_size,
         v_head_dim=shape.head_size, dtype=k[0].dtype, device=torch.device("cpu"),
     )  # fmt: skip
-    pool = MHATokenToKVPoolHost(
-        info, 2.0, 0, shape.page_size, layout, pin_memory=False, device="cpu",
-        device_capacity_tokens=shape.tokens, start_layer=0, end_layer=shape.layers,
-    )  # fmt: skip
+    with host_memory_budget_scope(MEMORY_BYTES):
+        pool = MHATokenToKVPoolHost(
+            info, 2.0, 0, shape.page_size, layout, pin_memory=False, device="cpu",
+            device_capacity_tokens=shape.tokens, start_layer=0, end_layer=shape.layers,
+        )  # fmt: skip
     fill(pool, seed=1)
     return pool
 
@@ -138,6 +141,7 @@ def mla_pool() -> Any:
         device="cpu", enable_memory_saver=False,
     )  # fmt: skip
     from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     rows = tuple(device.kv_buffer)
@@ -146,10 +150,11 @@ def mla_pool() -> Any:
         page_size=PAGE, kv_lora_rank=32, qk_rope_head_dim=8, kv_cache_dim=40, dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )  # fmt: skip
-    pool = MLATokenToKVPoolHost(
-        info, 2.0, 0, PAGE, "page_first", pin_memory=False, device="cpu", device_capacity_tokens=1024,
-        start_layer=0, end_layer=LAYERS, target_layer_num=LAYERS,
-    )  # fmt: skip
+    with host_memory_budget_scope(MEMORY_BYTES):
+        pool = MLATokenToKVPoolHost(
+            info, 2.0, 0, PAGE, "page_first", pin_memory=False, device="cpu", device_capacity_tokens=1024,
+            start_layer=0, end_layer=LAYERS, target_layer_num=LAYERS,
+        )  # fmt: skip
     fill(pool, seed=1)
     return pool
 
