@@ -87,6 +87,7 @@ class _Stream:
     gaps: tuple[float, ...] = ()
     log_gap_sum: float = 0.0
     ran_s: float = 0.0
+    ran_as: int = 0  # the stop known while it ran
     teaches: bool = True  # not in a pause
 
 
@@ -340,9 +341,9 @@ class Returns:
         if slots.state[parent.slot] == IDLE:
             self._book_return(parent, gap, now)
         else:
-            gap, parent.ran_s = 0.0, now - parent.came_at
-            self._running_model.finished(parent.stop, parent.ran_s)
-        self._running_model.returned(parent.stop, parent.ran_s, gap)
+            gap, parent.ran_s, parent.ran_as = 0.0, now - parent.came_at, parent.stop
+            self._running_model.finished(parent.ran_as, parent.ran_s)
+        self._running_model.returned(parent.ran_as, parent.ran_s, gap)
         is_whole = stream.matched >= len(parent.rows)
         self._tails[0] += 1
         self._tails[1] += is_whole
@@ -403,7 +404,8 @@ class Returns:
     def _finished(self, stream: _Stream, reason: str, now: float) -> None:
         self._pass(stream, len(stream.rows))
         stream.ran_s = now - stream.came_at
-        self._running_model.finished(stream.stop, stream.ran_s)
+        stream.ran_as = stream.stop
+        self._running_model.finished(stream.ran_as, stream.ran_s)
         stream.stop = stop_code(reason) or stream.stop
         self._rest(stream, stop_code(reason), now)
 
