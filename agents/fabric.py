@@ -18,6 +18,7 @@ from dpurt.runtime.actor import Actor
 
 from .intake import Intake
 from .staging import StagingAgent
+from .tape import Tape
 
 log = structlog.get_logger()
 MAPS_MEMORY = frozenset({"shm"})  # fabrics whose hosts read the arena without asking
@@ -38,14 +39,25 @@ class Access:
     def __init__(self, staging: StagingAgent, intake: Intake) -> None:
         self._staging = staging
         self._intake = intake
+        self.tape: Tape | None = None
+        self._begun: dict[
+            tuple[str, int, int], tuple[float, int | None]
+        ] = {}  # op, offset, lease -> when, block
 
     def begin(self, session: int, op: str, region_id: int, offset: int, length: int, lease: int) -> bool:
         """See `dpurt.fabric.AccessCheck`."""
         check = self._intake.begin_store if op == "store" else self._staging.begin_pull
-        return check(session, region_id, offset, length, lease)
+        is_allowed = check(session, region_id, offset, length, lease)
+        if is_allowed and self.tape is not None:
+            block = None if op == "store" else self._staging.block_under(lease)
+            self._begun[op, offset, lease] = (trio.current_time(), block)
+        return is_allowed
 
     def end(self, session: int, op: str, region_id: int, offset: int, length: int, lease: int) -> None:
         """See `dpurt.fabric.AccessCheck`."""
+        since, block = self._begun.pop((op, offset, lease), (None, None))
+        if since is not None and self.tape is not None:
+            self.tape.moved("store" if op == "store" else "pull", block, since, length, trio.current_time())
         if op == "store":
             self._intake.end_store(lease)
         else:

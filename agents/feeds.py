@@ -7,12 +7,10 @@ and which epoch. While it waits, a reader is one parked task, which its session 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 import trio
 
-from dpurt.core.index_feed import NODE, Batch, Change, Cursor, read
-from dpurt.core.prefix_index import HostTier
+from dpurt.core.index_feed import Batch, Cursor, read
 from dpurt.wire import messages as m
 
 from .hosts import Refusal
@@ -23,24 +21,24 @@ _CURSOR = struct.Struct("<QIqQ")  # incarnation, number of the space at this epo
 
 
 async def next_batch(
-    state: SpaceState, request: m.Subscribe, incarnation: int, instances: Sequence[str], deadline: float
+    state: SpaceState, request: m.Subscribe, incarnation: int, deadline: float
 ) -> m.IndexBatch:
     """The batch after the request's cursor, as soon as there is one, or an empty one at `deadline`. Raises Refusal."""
     cursor, why_lost = _cursor_of(request.cursor, incarnation, state)
-    batch = read(state.index, cursor, request.max_blocks, request.hosts)
+    batch = read(state.index, cursor, request.max_blocks)
     if batch is None:
         why_lost = "slow_reader"
-        batch = read(state.index, None, request.max_blocks, request.hosts)
+        batch = read(state.index, None, request.max_blocks)
         assert batch is not None, "a reader that begins is never behind"
     elif batch.is_current and not batch.changes and batch.cursor == cursor:
         batch = await _news(state, batch, request, deadline)
         if batch is None:
-            return await next_batch(state, request, incarnation, instances, deadline)  # behind, meanwhile
-    return _reply(state, request, incarnation, instances, batch, why_lost)
+            return await next_batch(state, request, incarnation, deadline)  # behind, meanwhile
+    return _reply(state, request, incarnation, batch, why_lost)
 
 
 async def _news(state: SpaceState, batch: Batch, request: m.Subscribe, deadline: float) -> Batch | None:
-    """Wait until something that the reader is told of happened; the batch with it, or an empty one at `deadline`."""
+    """Wait until something happened; the batch with it, or an empty one at `deadline`."""
     feed = state.index.feed
     assert feed is not None
     last: Batch | None = batch
@@ -57,7 +55,7 @@ async def _news(state: SpaceState, batch: Batch, request: m.Subscribe, deadline:
             raise Refusal(
                 "stale_epoch", f"space {state.name!r} has a new epoch: new weights need a new hello"
             )
-        last = read(state.index, last.cursor, request.max_blocks, request.hosts)
+        last = read(state.index, last.cursor, request.max_blocks)
         if waiting.cancelled_caught:
             break
     return last
@@ -79,28 +77,11 @@ def _cursor_of(text: bytes, incarnation: int, state: SpaceState) -> tuple[Cursor
 
 
 def _reply(
-    state: SpaceState,
-    request: m.Subscribe,
-    incarnation: int,
-    instances: Sequence[str],
-    batch: Batch,
-    lost: str,
+    state: SpaceState, request: m.Subscribe, incarnation: int, batch: Batch, lost: str
 ) -> m.IndexBatch:
     return m.IndexBatch(
         id=request.id, incarnation=incarnation, epoch=state.space.epoch,
         cursor=_CURSOR.pack(incarnation, state.number, *batch.cursor), is_current=batch.is_current,
-        lost=bool(lost), reason=lost, changes=[_on_wire(change, instances) for change in batch.changes],
+        lost=bool(lost), reason=lost,
+        changes=[m.IndexChange(stored=change.stored, keys=change.keys) for change in batch.changes],
     )  # fmt: skip
-
-
-def _on_wire(change: Change, instances: Sequence[str]) -> m.IndexChange:
-    if change.host == NODE:
-        return m.IndexChange(stored=change.stored, keys=change.keys or b"")
-    tier = HostTier(change.tier).name.lower()
-    return m.IndexChange(
-        stored=change.stored,
-        keys=change.keys or b"",
-        host=instances[change.host],
-        tier=tier,
-        all=change.keys is None,
-    )

@@ -97,8 +97,11 @@ class GatewayAgent(Actor[None]):
         self.errors: dict[str, int] = {}
         self.messages = 0
         self.denied = 0  # connections with a key that is not in the topology
-        self._after_reply: list[tuple[Session, Scope, NDArray[np.int32]]] = []  # arrivals not told on yet
+        self._after_reply: list[
+            tuple[Session, Scope, NDArray[np.int32], float | None]
+        ] = []  # arrivals not told on yet
         self._refusal_log = RefusalLog()
+        self.route: Callable[[SpaceState, m.Route], m.RouteReply]
         self.on_epoch_bump: Callable[[str], Awaitable[int]]
         self.on_drain: Callable[[], None] = lambda: None
         self.on_record: Callable[[str], Awaitable[m.RecordReply]]
@@ -238,7 +241,7 @@ class GatewayAgent(Actor[None]):
         deadline = trio.current_time() + request.deadline_ms / 1000
         with scope:
             try:
-                reply = await next_batch(state, request, self._incarnation, self._index.instances, deadline)
+                reply = await next_batch(state, request, self._incarnation, deadline)
                 if request.id and not session.ended:
                     self._send(session.routing_id, reply)
             except Refusal as refusal:
@@ -292,7 +295,7 @@ class GatewayAgent(Actor[None]):
                 session, request.request, state, None, request.digests, request.shard, chained=False
             )
             scope.handles = state.known_handles(found)
-            self._after_reply.append((session, scope, ids))
+            self._after_reply.append((session, scope, ids, None))
         missing = len(found) if is_here.all() else int(is_here.argmin())
         reply = self._found(state, request, ids, missing)
         reply.present = np.packbits(is_here, bitorder="little").tobytes()
@@ -314,23 +317,27 @@ class GatewayAgent(Actor[None]):
     def _arrive(
         self, session: Session, state: SpaceState, request: str,
         tokens: bytes | None, digests: list[bytes] | None, shard: int, ids: NDArray[np.int32],
+        expected_start: float | None = None,
     ) -> None:  # fmt: skip
         scope = self.hosts.open_scope(session, request, state, tokens, digests, shard)
         scope.handles = state.index.handles(ids)
-        self._after_reply.append((session, scope, ids))
+        self._after_reply.append((session, scope, ids, expected_start))
 
-    def _note_arrival(self, session: Session, scope: Scope, ids: NDArray[np.int32]) -> None:
+    def _note_arrival(
+        self, session: Session, scope: Scope, ids: NDArray[np.int32], expected_start: float | None
+    ) -> None:
         """The chain was used, and will be again in a moment. Told on after the answer has left: nobody waits for it."""
         if session.scopes.get(scope.request) is not scope:
             return  # the host did not take the answer, and is gone
         state = scope.state
         self._index.touch(state, ids, scope.used_at)
-        refs = state.refs(scope.handles[scope.handles != NO_HANDLE].tolist(), scope.shard)
+        refs = scope.refs
         self._staging.touch(state, refs, scope.used_at)
         self._intake.offer_again(state, ids, scope.shard)
         if self.tape is not None:
             self.tape.prompt(scope.sequence, state.number, *_lengths(scope))
-        self._observe(Arrived(scope.sequence, Owner(state.name, state.space.tenant), tuple(refs)))
+        owner = Owner(state.name, state.space.tenant)
+        self._observe(Arrived(scope.sequence, owner, tuple(refs), expected_start))
 
     def _hint(self, session: Session, hint: m.Hint) -> m.Reply | None:
         if hint.kind == "arrival":
@@ -338,7 +345,8 @@ class GatewayAgent(Actor[None]):
             if (hint.tokens is None) == (hint.digests is None):
                 raise Refusal("malformed", "an arrival hint has either tokens or digests")
             ids = self._index.match(state, hint.tokens, hint.digests)
-            self._arrive(session, state, hint.request, hint.tokens, hint.digests, hint.shard, ids)
+            start = trio.current_time() + hint.need_ms / 1000 if hint.need_ms else None
+            self._arrive(session, state, hint.request, hint.tokens, hint.digests, hint.shard, ids, start)
             return m.Ok(id=hint.id, count=len(ids))
         scope = session.scopes.get(hint.request)
         if scope is None:
@@ -449,12 +457,7 @@ class GatewayAgent(Actor[None]):
         )
 
     def _route(self, session: Session, request: m.Route) -> m.RouteReply:
-        return self._best_engine(self.hosts.state(session, request.space), request)
-
-    @staticmethod
-    def _best_engine(state: SpaceState, request: m.Route) -> m.RouteReply:
-        tokens = len(request.tokens) // state.space.geometry.token_bytes
-        return m.RouteReply(id=request.id, prompt_tokens=tokens)
+        return self.route(self.hosts.state(session, request.space), request)
 
     def _stats(self, session: Session, request: m.Stats) -> m.StatsReply:
         return m.StatsReply(id=request.id, stats=self._node_stats())
@@ -573,7 +576,11 @@ class GatewayAgent(Actor[None]):
         leases = [g.lease for g in grants if g.status == "ok"]
         self._staging.begin_transfers(leases)  # the slots stay untouched even if the scope ends meanwhile
         try:
+            began = trio.current_time()
             error = await self._fabric.push(session.fabric, session.number, pieces, deadline)
+            if self.tape is not None and not error:
+                moved = sum(len(source) for source, _, _ in pieces)
+                self.tape.moved("push", None, began, moved, trio.current_time())
         finally:
             self._staging.end_transfers(leases)
             self._staging.release(leases, session.number)
@@ -669,7 +676,7 @@ class GatewayAgent(Actor[None]):
         if state is None:
             raise Refusal("unknown_space", f"no space {request.space!r}: {', '.join(self._index.spaces)}")
         if isinstance(request, m.Route):
-            return self._best_engine(state, request)
+            return self.route(state, request)
         if isinstance(request, m.Explain):
             self.hosts.check_shard(state, request.shard)
         if isinstance(request, m.EpochBump):

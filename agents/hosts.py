@@ -286,9 +286,7 @@ class Hosts:
         if isinstance(
             event, Finished
         ):  # all its blocks were used, heads and tails alike: heads outlive tails
-            self._staging.touch(
-                scope.state, scope.state.refs(scope.handles.tolist(), scope.shard), trio.current_time()
-            )
+            self._staging.touch(scope.state, scope.refs, trio.current_time())
         self._observe(event)
         return count
 

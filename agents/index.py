@@ -44,7 +44,6 @@ class IndexAgent(Actor[None]):
         self.on_dropped: list[Callable[[SpaceState, Dropped, str], None]] = []
         self.on_evicted: list[Callable[[int], None]] = []
         self.drops: dict[str, int] = {}
-        self.instances: list[str] = []  # engines whose tiers the indexes know, by their number there
 
     # --- spaces and epochs ---
 
@@ -249,13 +248,10 @@ class IndexAgent(Actor[None]):
 
     def delete(self, state: SpaceState, digests: Sequence[bytes]) -> int:
         """A host does not want these blocks any more; how many were here."""
-        count, now = 0, trio.current_time()
-        for key in [digest_key(state.fingerprint, digest) for digest in digests]:
-            block_id = state.index.get(key)
-            if block_id is not None:
-                self.drop(state, block_id, "deleted", now)
-                count += 1
-        return count
+        found = state.index.find([digest_key(state.fingerprint, digest) for digest in digests])
+        ids, now = np.unique(found[found >= 0]), trio.current_time()
+        self._gone(state, state.index.drop(ids, now), "deleted", now)
+        return len(ids)
 
     def enter(
         self,
@@ -281,10 +277,7 @@ class IndexAgent(Actor[None]):
 
     def enter_each(self, state: SpaceState, keys: Sequence[bytes], now: float) -> NDArray[np.int32]:
         """Records for blocks about to be placed that stand alone, existing ones kept as they are."""
-        for key in keys:
-            if state.index.get(key) is None:
-                state.index.insert_keys(ROOT_KEY, [key], now)
-        return state.index.find(keys)
+        return state.index.insert_lone(keys, now)
 
     @contextmanager
     def pinned(self, state: SpaceState, ids: NDArray[np.int32]) -> Iterator[None]:

@@ -55,7 +55,7 @@ GROWING: dict[str, frozenset[str]] = {
     "io": frozenset({"in_flight", "abandoned"}),
     "fabrics": frozenset({"links"}),
     "agents": frozenset(),
-    "ranks": frozenset({"in_limbo", "is_silent", "is_partial", "stale_s"}),
+    "ranks": frozenset({"blocks_held", "is_silent", "is_partial", "stale_s"}),
     "drops": frozenset(),
     "reads": frozenset(),
 }
@@ -67,7 +67,7 @@ def only_grows(path: Sequence[str]) -> bool:
 
 
 LABELLED = frozenset(
-    {"hosts", "spaces", "fabrics", "predictors", "bdevs", "drives", "decode", "ranks"}
+    {"hosts", "spaces", "fabrics", "predictors", "bdevs", "drives", "decode", "ranks", "policies"}
 )  # their keys are names, not fields
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,12 @@ from dpurt.errors import ConfigError
 from dpurt.runtime.actor import Actor
 from dpurt.wire import recording as r
 
+from .fabric import Access
 from .gateway import GatewayAgent
 from .index import IndexAgent
 from .intake import Intake
 from .prefetch import PrefetchAgent
+from .spaces import Slab
 from .staging import StagingAgent
 from .tape import Tape, TapedPolicy, TapedView
 
@@ -56,6 +58,7 @@ class Taps:
     intake: Intake
     prefetch: PrefetchAgent
     gateway: GatewayAgent
+    access: Access
 
 
 class RecorderAgent(Actor[None]):
@@ -130,21 +133,27 @@ class RecorderAgent(Actor[None]):
 
     def _put_tape(self, tape: Tape) -> None:
         taps = self._taps
-        taps.staging.tape = taps.intake.tape = taps.prefetch.tape = taps.gateway.tape = tape
+        for tapped in (taps.staging, taps.intake, taps.prefetch, taps.gateway, taps.access):
+            tapped.tape = tape
         core = taps.prefetch.core
         if core is not None:
             core.view = TapedView(core.view, tape)
-        for slab in taps.staging.slabs:
+        for slab in self._slabs():
             slab.pool.wrap_policy(_taped(slab.number, tape))
 
     def _take_tape(self) -> None:
         taps = self._taps
-        taps.staging.tape = taps.intake.tape = taps.prefetch.tape = taps.gateway.tape = None
+        for tapped in (taps.staging, taps.intake, taps.prefetch, taps.gateway, taps.access):
+            tapped.tape = None
         core = taps.prefetch.core
         if core is not None and isinstance(core.view, TapedView):
             core.view = core.view.view
-        for slab in taps.staging.slabs:
+        for slab in self._slabs():
             slab.pool.wrap_policy(_untaped)
+
+    def _slabs(self) -> Iterator[Slab]:
+        """Those that hold whole blocks. Decode staging, of parts, has a core of its own, which is not recorded."""
+        return (slab for slab in self._taps.staging.slabs if not slab.holds_parts)
 
     def _forget(self) -> None:
         assert self.recording is not None

@@ -43,6 +43,11 @@ class Scope:
         """How many of its blocks before position `stop` were here: the prefetch core knows those only."""
         return int(np.count_nonzero(self.handles[:stop] != NO_HANDLE))
 
+    @property
+    def refs(self) -> list[int]:
+        """Its chain's blocks that were here, as the other agents name them, in order."""
+        return self.state.refs(self.handles[self.handles != NO_HANDLE].tolist(), self.shard)
+
     def is_continued_by(self, tokens: bytes | None, digests: list[bytes] | None, chained: bool) -> bool:
         """Is this prompt the scope's, or a longer or shorter form of it?"""
         if chained != self.chained:

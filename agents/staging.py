@@ -350,10 +350,10 @@ class StagingAgent(Actor[None]):
         flight = self._flights[ref] = Flight(state, ref, taken.slot, taken.to_fill, read, job)
         if job is not None:
             self._by_job[job] = flight
-        if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
-            self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
         if self.tape is not None:
             self.tape.queued(ref, self.record_bytes(ref, taken.to_fill), job, now)
+        if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
+            self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
         self._storage.read(read)
         return flight
 
@@ -501,8 +501,20 @@ class StagingAgent(Actor[None]):
             if slab is None or (held is not None and self._session_of.get(held.owner) != session):
                 self.foreign_releases += 1
                 continue
+            self._note_release(number)
             released += slab.pool.release(number >> SLAB_BITS)
         return released
+
+    def block_under(self, number: int) -> int | None:
+        """The block a live lease is on, if it is on a whole one and the block is still there."""
+        slab = self._slab_of(number)
+        held = None if slab is None or slab.holds_parts else slab.pool.lease_info(number >> SLAB_BITS)
+        return None if slab is None or held is None else slab.pool.slot_info(held.slot).block
+
+    def _note_release(self, number: int) -> None:
+        block = None if self.tape is None else self.block_under(number)
+        if self.tape is not None and block is not None:
+            self.tape.released(block, trio.current_time())
 
     def drop_leases(self, blocks: Sequence[Acquired]) -> None:
         """Give back what a load got for a scope that has ended meanwhile."""

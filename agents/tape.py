@@ -27,20 +27,21 @@ from dpurt.wire import recording as r
 from .index import IndexAgent
 from .spaces import SpaceState, number_of
 
-MAX_LINES = 1 << 16
+MAX_NAMES = 1 << 18  # of blocks, and lines, that wait for the writer
 HASH_BYTES = 8
 
 
 class Tape:
-    """See the module's docstring. `is_full` once it may hold no more names."""
+    """See the module's docstring. At most `max_names` names of blocks, and lines, wait for the writer."""
 
     def __init__(
-        self, index: IndexAgent, predictors: Sequence[str], secret: bytes, max_lines: int = MAX_LINES
+        self, index: IndexAgent, predictors: Sequence[str], secret: bytes, max_names: int = MAX_NAMES
     ) -> None:
         self._index = index
         self._predictors = tuple(predictors)
         self._secret = secret
-        self._max_lines = max_lines
+        self._max_names = max_names
+        self._names = 0  # on the lines that wait
         self._lines: list[r.Line] = []
         self._blocks: set[int] = set()
         self._spaces: set[int] = set()
@@ -55,6 +56,7 @@ class Tape:
     def take(self) -> list[r.Line]:
         """The lines since the last call."""
         lines, self._lines = self._lines, []
+        self._names = 0
         self.has_lines = trio.Event()
         return lines
 
@@ -96,7 +98,7 @@ class Tape:
 
     # --- eviction ---
 
-    def policy(self, line: r.PolicyLine, blocks: Iterable[int]) -> None:
+    def policy(self, line: r.PolicyLine, blocks: Sequence[int]) -> None:
         """A pool told or asked its eviction policy."""
         self._put(line, blocks)
 
@@ -122,10 +124,19 @@ class Tape:
         """A stored block is on flash, or will not be."""
         self._put(r.Written(now, block, is_ok), (block,))
 
+    def moved(self, op: r.Op, block: int | None, began: float, num_bytes: int, now: float) -> None:
+        """Bytes went over a link."""
+        self._put(r.Moved(now, op, block, began, num_bytes), () if block is None else (block,))
+
+    def released(self, block: int, now: float) -> None:
+        """A host gave back its right to read the block."""
+        self._put(r.Released(now, block), (block,))
+
     # --- inside ---
 
-    def _put(self, line: r.Line, blocks: Iterable[int] = ()) -> None:
-        if len(self._lines) >= self._max_lines:
+    def _put(self, line: r.Line, blocks: Sequence[int] = ()) -> None:
+        self._names += 1 + len(blocks)
+        if self._names > self._max_names:
             self._missing += 1
             return
         self._note_loss()
@@ -180,7 +191,7 @@ class Tape:
         return blake2b(what, digest_size=HASH_BYTES, key=self._secret).hexdigest()
 
 
-def _blocks_of(event: Event) -> Iterable[int]:
+def _blocks_of(event: Event) -> Sequence[int]:
     match event:
         case Arrived(blocks=blocks) | Stored(blocks=blocks):
             return blocks

@@ -2,7 +2,7 @@
 
 As a benchmark it replays `agent_hints.npz` of the folder named by DPURT_ATTENTION_TRACES (its first 600 steps) and holds
 the figures against the targets; without that folder the committed slice of 44 steps, which is too short to learn
-much from, and without targets. As a program it prints the tables of bench/RESULTS-attention.md::
+much from, and without targets. As a program it prints the tables of bench/RESULTS.md::
 
     python -m dpurt.bench.attention FOLDER --table hints
     python -m dpurt.bench.attention FOLDER --table baselines --traces agent,docqa

@@ -29,7 +29,7 @@ import numpy as np
 
 from dpurt.bench.result import BenchResult, Figure, Pairs, interleave
 from dpurt.core.identity import ROOT_KEY
-from dpurt.core.prefix_index import HostTier, PrefixIndex
+from dpurt.core.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -89,7 +89,7 @@ def _resident_bytes() -> int:
 
 
 def build_ours(chains: list[Chain]) -> tuple[PrefixIndex, float, float]:
-    """The index, seconds spent in inserts, and resident bytes it took a block. Every block is placed in host 0's HBM."""
+    """The index, seconds spent in inserts, and resident bytes it took a block. Every block has a slot."""
     rng = np.random.default_rng(99)
     total = sum(chain.num_blocks for chain in chains)
     keys = [rng.bytes(16) for _ in range(total)]
@@ -102,7 +102,7 @@ def build_ours(chains: list[Chain]) -> tuple[PrefixIndex, float, float]:
         start = time.perf_counter()
         ids = index.insert_after(parent, tokens, mine, 0.0)
         spent += time.perf_counter() - start
-        index.host_stored(0, HostTier.HBM, ids)
+        index.set_slots(ids, 0, range(chain.first, chain.first + len(ids)))
     gc.collect()
     return index, spent, (_resident_bytes() - before) / total
 
@@ -127,7 +127,7 @@ class _Ours:
     def locate(self) -> int:
         """A location for each block."""
         ids = self._index.match(next(self._prompts))
-        return len(self._index.locations(ids).hbm)
+        return len(self._index.locations(ids).slot)
 
     def match(self) -> int:
         """Only which blocks: what the peer's find answers, and no more."""

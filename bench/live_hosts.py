@@ -4,22 +4,29 @@ ZeroMQ, with real bytes.
 `hosts` of them prefill one request each, first come first served. A request uses its blocks in prefix order: one never stored is
 computed (a pause of `compute_s`) and stored while the next is under way; one that was is loaded, alone, and every byte of it
 compared. After the last block the output is decoded, which holds no host, and the request finishes with its stop reason.
+
+They are a process of their own, ``python -m dpurt.bench.live_hosts JOB.json``; what they saw is written where the job says.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
 import trio
 
-from dpurt.client import Client
+from dpurt.client import Client, connect
+from dpurt.config import load_config
 from dpurt.core.identity import ROOT_KEY, Space, chain_keys
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.replay.trace import Request
+from dpurt.runtime.paced_clock import PacedClock
 
-__all__ = ["Heard", "LiveHosts", "Pace"]
+__all__ = ["Heard", "Job", "LiveHosts", "Pace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,21 @@ class Heard:
     checked_bytes: int = 0
     staged_load_s: list[float] = field(default_factory=list)
     late_s: float = 0.0  # the most an arrival was behind its time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the process has to do. Times are on its clock, which runs `speed` times faster."""
+
+    topology: str
+    endpoint: str
+    host: str
+    space: str
+    speed: float
+    patience_s: float
+    pace: Pace
+    requests: list[Request]
+    result: str
 
 
 class LiveHosts:
@@ -117,3 +139,17 @@ class LiveHosts:
                 self._stored.add(request.blocks[at])
             else:
                 self.heard.not_stored[status] = self.heard.not_stored.get(status, 0) + 1
+
+
+async def _main(job: Job) -> Heard:
+    space = load_config(job.topology).to_space(job.space)
+    async with connect(
+        job.endpoint, host=job.host, spaces={job.space: space}, fabrics=["shm"], timeout_s=job.patience_s
+    ) as client:
+        return await LiveHosts(client, job.space, space, job.pace).play(job.requests)
+
+
+if __name__ == "__main__":
+    the_job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    heard = trio.run(_main, the_job, clock=PacedClock(the_job.speed))
+    Path(the_job.result).write_bytes(msgspec.json.encode(heard))

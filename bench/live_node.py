@@ -122,13 +122,13 @@ enabled = {"true" if prefetch else "false"}
 
 @contextmanager
 def live_node(
-    shapes: list[Shape], *, flash_bytes: int = 256 << 20, prefetch: bool = True
+    shapes: list[Shape], *, flash_bytes: int = 256 << 20, prefetch: bool = True, tables: str = ""
 ) -> Iterator[LiveNode]:
-    """Start a node with these spaces; it ends with the block."""
+    """Start a node with these spaces (and more `tables` of its topology); it ends with the block."""
     with tempfile.TemporaryDirectory(prefix="dpurt-bench-") as name:
         folder = Path(name)
         path = folder / "bench.toml"
-        path.write_text(_topology(shapes, folder, flash_bytes, prefetch))
+        path.write_text(_topology(shapes, folder, flash_bytes, prefetch) + tables)
         with NodeProcess(path, folder / "run", folder / "node.log") as process:
             yield LiveNode(process, load_config(path))
 

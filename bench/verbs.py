@@ -41,6 +41,8 @@ RUN_BYTES = 24 << 20
 REGION_BYTES = 64 << 20
 SESSION, TOKEN, SHARED, INBOUND = 1, bytes(range(32)), 1, 2
 LEAST = 0.9
+LATENCIES = 300
+MOST_SPREAD = 10
 _PORTS = count(18600)
 _PATIENCE_S = 120.0
 _MIB = 1 << 20
@@ -101,9 +103,29 @@ async def _measure(address: Address, device: RdmaDevice | None, pairs: int) -> l
     figures = []
     for shape in _shapes():
         figures.append(await _figure(endpoint, local, shape, device, pairs))
+    figures.append(await _spread(endpoint, local))
     local.release()
     await endpoint.aclose()
     return figures
+
+
+async def _spread(endpoint: Endpoint, local: memoryview) -> Figure:
+    """How much longer than usual a pull of 1 MiB may take, one after the other."""
+    times = []
+    shape = _Shape("pull", _MIB, 1)
+    for number in range(-10, LATENCIES):
+        start = time.perf_counter()
+        await endpoint.pull([_piece(local, shape, number % 16)], trio.current_time() + _PATIENCE_S)
+        times.append(time.perf_counter() - start)
+    cuts = statistics.quantiles(times[10:], n=100)
+    ratio = cuts[98] / cuts[49]
+    return Figure(
+        name=f"pull 1 MiB, p99 over p50 (p50 {cuts[49] * 1000:.1f} ms, n {LATENCIES})",
+        value=round(ratio, 2),
+        unit="x",
+        target=f"<= {MOST_SPREAD}",
+        holds=ratio <= MOST_SPREAD,
+    )
 
 
 def _shapes() -> Iterator[_Shape]:

@@ -35,6 +35,7 @@ COMMANDS = {
     "stats": ("dpurt.commands.stats", "a running node's counters"),
     "record": ("dpurt.commands.record", "record what a running node does, for replay"),
     "explain": ("dpurt.commands.explain", "why blocks were hits or misses"),
+    "route": ("dpurt.commands.route", "which engine should serve a prompt, and why"),
     "epoch": ("dpurt.commands.epoch", "make all blocks of old weights unreachable"),
     "bench": ("dpurt.commands.bench", "measure dpurt beside its peers"),
     "doctor": ("dpurt.commands.doctor", "what this machine can do, what is off, and why"),

@@ -20,7 +20,7 @@ import trio
 
 from dpurt.agents.block_store import BlockStore
 from dpurt.agents.decode import DecodeAgent
-from dpurt.agents.engines import BlockShape, EnginesAgent
+from dpurt.agents.engines import EnginesAgent
 from dpurt.agents.fabric import Access, FabricAgent
 from dpurt.agents.flash import FlashTier
 from dpurt.agents.gateway import GatewayAgent
@@ -31,7 +31,9 @@ from dpurt.agents.placement import PlacementAgent
 from dpurt.agents.prefetch import PrefetchAgent
 from dpurt.agents.reclaim import Reclaimer
 from dpurt.agents.recorder import RecorderAgent, Taps
+from dpurt.agents.routing import RoutingAgent
 from dpurt.agents.segment_scan import StoredRecord
+from dpurt.agents.shadow import ShadowAgent, make_shadow
 from dpurt.agents.spaces import Slab, SpaceState
 from dpurt.agents.staging import StagingAgent
 from dpurt.agents.storage import StorageAgent
@@ -41,6 +43,7 @@ from dpurt.bdev.file import FileBdev
 from dpurt.bdev.paced import PacedBdev
 from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
+from dpurt.core.device_model import DeviceProfile
 from dpurt.core.endurance import DAY_S, WriteBudget
 from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
@@ -49,12 +52,15 @@ from dpurt.core.ledger import Totals
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
+from dpurt.core.return_model import Forest
+from dpurt.core.shadow import Shadow
 from dpurt.core.staging import StagingPool
 from dpurt.fabric import Fabric
 from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.shm import ShmFabric
 from dpurt.fabric.tcp import TcpFabric
 from dpurt.fabric.verbs import VerbsFabric
+from dpurt.priors import digest_of, shipped_returns
 from dpurt.rdma.paths import paths_to, resolve
 from dpurt.runtime.actor import RestartPolicy, supervise
 from dpurt.wire import messages as m
@@ -62,6 +68,8 @@ from dpurt.wire import recording
 
 log = structlog.get_logger()
 DRAIN_S = 10.0
+NVME_LATENCY_S = 0.0001
+LOAD_S = 0.01  # of a block by a host, at least, until one is measured
 GIVE_S = 10.0  # for a device to map our memory
 FOREIGN = (
     "these segments of the store are of spaces, or epochs of spaces, that this topology does not have; "
@@ -125,7 +133,9 @@ class Node:
     async def _serve(self, task_status: trio.TaskStatus[str]) -> None:
         async with trio.open_nursery() as nursery:
             for agent in self._agents:
-                advisers = (self.prefetch, self.placement, self.engines, self.metrics, self.recorder)
+                advisers = (
+                    self.prefetch, self.placement, self.engines, self.metrics, self.recorder, self.shadow, self.routing,
+                )  # fmt: skip
                 policy = ADVICE if agent in advisers else VITAL
                 await nursery.start(supervise, agent, policy)
             self.started_at = trio.current_time()
@@ -196,14 +206,15 @@ class Node:
         )
         self.decode = DecodeAgent(self.index, self.storage)
         setup = self._prefetch_setup()
-        predictors = setup.make_predictors() if config.prefetch.enabled else []
+        predictors = setup.make_predictors(self._prior()) if config.prefetch.enabled else []
         self._make_spaces(outlook_of(predictors))
         core = setup.build(predictors, self.staging) if config.prefetch.enabled else None
         self.prefetch = PrefetchAgent(core, self.staging)
         if core is not None:
             self.staging.is_wanted = self.intake.is_wanted = core.is_wanted
+        self.shadow = ShadowAgent(self._shadows())
         self.placement = PlacementAgent(config.placement, self.staging, self.fabric)
-        self.placement.first_hop = self.prefetch.observe
+        self.placement.first_hop = self._observe_first_hop
         self.staging.observe = self._observe
         self.staging.housekeeping += [self.intake.expire, self._look_at_wear]
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
@@ -213,25 +224,30 @@ class Node:
             config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
             self._observe_host, self.stats, self.placement,
         )  # fmt: skip
-        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway)
+        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway, access)
         self.recorder = RecorderAgent(taps, self._recording_header)
         self.gateway.on_record = self._record
-        geometries = {space.name: space.geometry for space in config.space}
-        shapes = {name: BlockShape(g.block_tokens, g.token_bytes) for name, g in geometries.items()}
-        self.engines = EnginesAgent(config.engine, shapes)
+        geometries = {space.name: space.geometry.to_geometry() for space in config.space}
+        self.engines = EnginesAgent(config.engine, geometries)
+        self.routing = RoutingAgent(config.router.bind, self.engines, self.index, self.staging)
+        self.gateway.route = self.routing.route
         self.gateway.on_drain = self.stop
         self.gateway.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
-            self.index, self.storage, self.staging, self.prefetch, self.placement, self.fabric, self.recorder, self.gateway,
-            self.engines,
+            self.index, self.storage, self.staging, self.prefetch, self.placement, self.fabric, self.recorder, self.shadow,
+            self.gateway, self.engines, self.routing,
             self.metrics,
         ]  # fmt: skip
 
     def _observe(self, event: Event) -> None:
         """Something happened, for both hops of prefetch."""
-        self.prefetch.observe(event)
+        self._observe_first_hop(event)
         self.placement.observe(event)
+
+    def _observe_first_hop(self, event: Event) -> None:
+        self.prefetch.observe(event)
+        self.shadow.observe(event)
 
     def _fabrics(self, access: Access) -> tuple[dict[str, Fabric], dict[str, str]]:
         """The fabrics some host may use, and why some are not to be had on this machine."""
@@ -337,13 +353,36 @@ class Node:
         prefetch = self.config.prefetch
         return PrefetchSetup(
             predictors=prefetch.predictors,
-            block_s=max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s,
+            block_s=max(LOAD_S, max(self._record_sizes()) / prefetch.bandwidth_bytes_per_s),
             lookahead_blocks=prefetch.lookahead_blocks,
             bandwidth_bytes_per_s=float(prefetch.bandwidth_bytes_per_s),
             staging_bytes=int(self.config.staging.bytes * prefetch.staging_fraction),
             queue_depth=max(1, self._queue_depth - 2),
             min_probability=prefetch.min_probability,
         )
+
+    def _shadows(self) -> dict[str, Shadow]:
+        """Policies on trial, in pools like ours and on a model of our device."""
+        slabs = [slab for slab in self.staging.slabs if not slab.holds_parts]
+        return {
+            spec.name: make_shadow(
+                spec, self._prefetch_setup(), self._prior(), self.index, slabs, self._device_model()
+            )
+            for spec in self.config.prefetch.shadow
+        }
+
+    def _device_model(self) -> DeviceProfile:
+        """What the first bdev is modelled on, else one of the rate prefetch counts on and an NVMe drive's latency."""
+        modelled = next((spec for spec in self.config.bdev if isinstance(spec, ModelledBdevConfig)), None)
+        rate = modelled.profile.read_bytes_per_s if modelled else self.config.prefetch.bandwidth_bytes_per_s
+        latency_s = modelled.profile.read_latency_us / 1e6 if modelled else NVME_LATENCY_S
+        return DeviceProfile(
+            name="shadow", read_latency_s=latency_s, write_latency_s=latency_s, read_bytes_per_s=float(rate),
+            write_bytes_per_s=float(rate), queue_depth=self._queue_depth,
+        )  # fmt: skip
+
+    def _prior(self) -> Forest | None:
+        return shipped_returns() if self.config.prefetch.prior == "shipped" else None
 
     def _record_sizes(self) -> list[int]:
         """Of a block of each space, with its header."""
@@ -367,6 +406,7 @@ class Node:
             is_fresh=is_fresh,
             eviction=self.config.staging.eviction,
             has_prefetch=self.config.prefetch.enabled,
+            prior=digest_of(self._prior()),
             prefetch=recording.Prefetch(**asdict(self._prefetch_setup())),
             pools=tuple(
                 recording.Pool(slots=slab.pool.num_slots, record_bytes=slab.stride)
@@ -467,15 +507,21 @@ class Node:
             },
             "endurance": self._endurance_stats(),
             "fabrics": {kind: plain(fabric.stats) for kind, fabric in self.fabric.fabrics.items()},
-            "fabrics_off": dict(self.fabric.off),
+            "fabrics_off": {**self.fabric.off, **(self.verbs.rails_off if self.verbs else {})},
             "rails": {
                 name: plain(rail) for name, rail in (self.verbs.rail_stats() if self.verbs else {}).items()
             },
             "prefetch": self._prefetch_stats(),
             "recorder": self.recorder.status,
+            "shadow": self.shadow.stats(),
             "decode": self.decode.stats(),
             "engines": self.engines.stats(),
             "placement": self.placement.stats(),
+            "routing": {
+                "questions": self.routing.questions,
+                "ranks": self.routing.router.stats(trio.current_time()),
+                "port": self.routing.port,
+            },
             "agents": {agent.name: {"restarts": agent.restarts} for agent in self._agents},
         }  # fmt: skip
 

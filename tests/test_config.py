@@ -495,3 +495,65 @@ def test_relative_files_belong_to_the_topologys_folder(tmp_path: Path) -> None:
 
 def test_default_predictors_are_ones_that_exist() -> None:
     assert set(config_from(tree()).prefetch.predictors) <= set(PREDICTORS)
+
+
+# --- engines ---
+
+
+def engine(**fields: Any) -> Callable[[Tree], object]:
+    return lambda t: t.update(engine=[{"name": "e", "kind": "vllm", "space": "s", **fields}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "either events"),
+        ({"events": ["tcp://127.0.0.1:1"], "discovery": "http://127.0.0.1:1"}, "either events"),
+        ({"events": ["tcp://127.0.0.1:1"], "replay": ["ipc:///a", "ipc:///b"]}, "2 replay endpoints for 1"),
+        ({"events": ["udp://127.0.0.1:1"]}, "expected tcp"),
+        ({"events": ["tcp://192.0.2.1:1"], "bind": True}, "not loopback"),
+        ({"discovery": "https://127.0.0.1"}, "expected http://"),
+        ({"events": ["ipc:///a"], "space": "other"}, "no space 'other'"),
+        ({"events": ["ipc:///a"], "loras": {"a": "other"}}, "no space 'other'"),
+        ({"events": ["ipc:///a"], "kind": "other"}, "one of: 'sglang', 'vllm'"),
+    ],
+)
+def test_an_engine_that_cannot_be_followed_is_refused(fields: Tree, problem: str) -> None:
+    assert problem in str(refusal(engine(**fields)))
+
+
+def test_engines_have_names_of_their_own() -> None:
+    twice = [{"name": "e", "kind": "sglang", "space": "s", "events": ["ipc:///a"]}] * 2
+    assert "twice" in str(refusal(lambda t: t.update(engine=twice)))
+
+
+def test_the_routing_page_is_for_loopback_only() -> None:
+    assert "not loopback" in str(refusal(lambda t: t.update(router={"bind": "192.0.2.1:80"})))
+
+
+def test_an_engine_that_cannot_replay_is_warned_of() -> None:
+    config = config_from(changed(engine(events=["ipc:///a"])), "node.toml")
+    assert any("no replay endpoint" in warning for warning in config.warnings())
+    config = config_from(changed(engine(events=["ipc:///a"], replay=["ipc:///b"])), "node.toml")
+    assert not any("replay" in warning for warning in config.warnings())
+
+
+# --- rails ---
+
+
+def test_rails_are_the_tables_or_the_one_device_and_hosts_name_only_known_ones() -> None:
+    data = tree()
+    assert [rail.name for rail in config_from(data).rails()] == ["rdma"]
+    data["rail"] = [
+        {"name": "a", "address": "10.0.0.1", "switch": "x"},
+        {"name": "b", "device": "mlx5_1", "numa": 1},
+    ]
+    rails = config_from(data).rails()
+    assert [(rail.name, rail.switch, rail.numa) for rail in rails] == [("a", "x", None), ("b", "", 1)]
+    data["host"] = [{"name": "h", "spaces": ["s"], "rails": ["a", "c"]}]
+    with pytest.raises(ConfigError, match=r"host\[0\].rails\[1\].*no rail 'c'; known: a, b"):
+        config_from(data)
+    data["host"] = []
+    data["rail"] = [{"name": "a"}]
+    with pytest.raises(ConfigError, match="rail 'a': give device, address or both"):
+        config_from(data)

@@ -30,7 +30,7 @@ ADAPTERS = {
     "lmcache",
     "store",
 }  # folders of engines/ that run inside an engine, as clients of a node
-ANYTHING = AGENTS | {"node", "client", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
+ANYTHING = AGENTS | {"node", "client", "probe", "commands", "replay", "bench", "testing", "demo", "doctor"} | {
     "json_output", "progress",
 }  # fmt: skip
 
@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "replay": ANYTHING,
     "bench": ANYTHING,
     "doctor": ANYTHING,
+    "probe": ANYTHING,
     "demo": ANYTHING,
     "commands": ANYTHING,
     "cli": ANYTHING,
@@ -232,3 +233,11 @@ def test_the_walk_sees_each_kind_of_violation(part: str, source: str) -> None:
 )
 def test_the_walk_lets_proper_code_pass(part: str, source: str) -> None:
     assert violations(part, source) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_events", "publisher", "residency", "sources", "vllm_events", "sglang_events"]
+)
+def test_reading_engines_events_is_sans_io(name: str) -> None:
+    tree = ast.parse((PACKAGE / "engines" / f"{name}.py").read_text(encoding="utf-8"))
+    assert not [module for _, module in imported(tree, "engines") if module.split(".")[0] in IMPURE]

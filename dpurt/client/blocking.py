@@ -44,12 +44,14 @@ class BlockingClient:
         timeout_s: float = 5.0,
         curve: CurveClient | None = None,
         epochs: Mapping[str, int] | None = None,
+        memories: Sequence[memoryview] = (),
     ) -> None:
         self._timeout_s = timeout_s
         self._endpoint = endpoint
         self._ready: Future[_Loop] = Future()
         settings = dict(
-            host=host, spaces=spaces, fabrics=fabrics, timeout_s=timeout_s, curve=curve, epochs=epochs
+            host=host, spaces=spaces, fabrics=fabrics, timeout_s=timeout_s, curve=curve, epochs=epochs,
+            memories=memories,
         )  # fmt: skip
         self._thread = threading.Thread(
             target=self._main, args=(endpoint, settings), name="dpurt-client", daemon=True
@@ -209,6 +211,13 @@ class BlockingClient:
         """See `Client.landing`."""
         return self._run(timeout_s, lambda budget: self._client.landing(size, budget))
 
+    def landing_zone(self, space: str, slots: int, *, shard: int = 0, timeout_s: float | None = None) -> bool:
+        """See `Client.landing_zone`."""
+        return self._run(
+            timeout_s,
+            lambda budget: self._client.landing_zone(space, slots, shard=shard, timeout_s=budget),
+        )
+
     def hint(self, hint: m.Hint) -> None:
         """See `Client.hint`. Returns at once."""
         if not self._closed:
@@ -271,26 +280,43 @@ class BlockingClient:
         space: str,
         cursor: bytes = b"",
         *,
-        hosts: bool = False,
         max_blocks: int = 1 << 13,
         wait_s: float = FOLLOW_S,
     ) -> m.IndexBatch:
         """See `Client.subscribe`."""
         return self._run(
             wait_s + MARGIN_S,
-            lambda budget: self._client.subscribe(
-                space, cursor, hosts=hosts, max_blocks=max_blocks, wait_s=budget
-            ),
+            lambda budget: self._client.subscribe(space, cursor, max_blocks=max_blocks, wait_s=budget),
         )
 
-    def follow(self, space: str, *, hosts: bool = False) -> IndexMirror:
+    def follow(self, space: str) -> IndexMirror:
         """A mirror of the node's index that this client keeps up to date. Returns at once; ask it from any thread."""
         if self._closed:
             raise NodeUnavailable(self._endpoint, "this client is closed")
-        mirror = self._client.mirror(space, hosts=hosts)
+        mirror = self._client.mirror(space)
         with suppress(trio.RunFinishedError):
             self._loop.token.run_sync_soon(self._loop.nursery.start_soon, self._client.follow, space, mirror)
         return mirror
+
+    def route(
+        self,
+        space: str,
+        tokens: bytes | memoryview,
+        *,
+        will_route: bool = True,
+        cache_salt: str = "",
+        queued_ms: Mapping[str, float] | None = None,
+        among: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> m.RouteReply:
+        """See `Client.route`."""
+        return self._run(
+            timeout_s,
+            lambda budget: self._client.route(
+                space, tokens, will_route=will_route, cache_salt=cache_salt, queued_ms=queued_ms, among=among,
+                timeout_s=budget,
+            ),
+        )  # fmt: skip
 
     def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """See `Client.stats`."""

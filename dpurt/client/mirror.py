@@ -23,10 +23,9 @@ Status = Literal["unknown", "current", "away", "over"]
 
 
 class IndexMirror:
-    """The blocks of one space that a node holds, and with `with_hosts` those GPU hosts hold."""
+    """The blocks of one space that a node holds."""
 
-    def __init__(self, space: Space, *, with_hosts: bool = False) -> None:
-        self.with_hosts = with_hosts
+    def __init__(self, space: Space) -> None:
         self.status: Status = "unknown"
         self.reason = ""  # why it is not current, and when it was lost last, why
         self.cursor = b""
@@ -34,14 +33,13 @@ class IndexMirror:
         self._space = space
         self._fingerprint: bytes | None = None
         self._epoch = -1
-        self._node: set[bytes] = set()
-        self._hosts: dict[tuple[str, str], set[bytes]] = {}
+        self._held: set[bytes] = set()
         self._heard_at = time.monotonic()
 
     # --- asking: from any thread ---
 
     def __len__(self) -> int:
-        return len(self._node)
+        return len(self._held)
 
     @property
     def age_s(self) -> float:
@@ -54,7 +52,7 @@ class IndexMirror:
         The longest match of a chain is the leading run of held blocks. False while the node is away.
         """
         if self.status == "current":
-            return key in self._node
+            return key in self._held
         return None if self.status == "unknown" else False
 
     def holds_digest(self, digest: bytes) -> bool | None:
@@ -62,25 +60,21 @@ class IndexMirror:
         fingerprint = self._fingerprint
         if self.status != "current" or fingerprint is None:
             return self.holds(b"")
-        return digest_key(fingerprint, digest) in self._node
+        return digest_key(fingerprint, digest) in self._held
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of a chain the node holds; 0 while that is not known."""
         if self.status != "current":
             return 0
-        node = self._node
-        return next((i for i, key in enumerate(keys) if key not in node), len(keys))
-
-    def hosts_of(self, key: bytes) -> list[tuple[str, str]]:
-        """(instance, ``hbm`` | ``cpu``) of each engine that says it holds the block."""
-        return [holder for holder, keys in list(self._hosts.items()) if key in keys]
+        held = self._held
+        return next((i for i, key in enumerate(keys) if key not in held), len(keys))
 
     # --- feeding: on the client's loop ---
 
     def apply(self, batch: m.IndexBatch) -> None:
         """Take the next batch in."""
         if batch.lost:
-            self._node, self._hosts = set(), {}
+            self._held = set()
             self.status, self.reason = "unknown", batch.reason
             self.losses += 1
         if batch.epoch != self._epoch:
@@ -94,14 +88,11 @@ class IndexMirror:
             self.status = "unknown"  # it is catching up
 
     def _change(self, change: m.IndexChange) -> None:
-        held = self._hosts.setdefault((change.host, change.tier), set()) if change.host else self._node
         keys = [change.keys[at : at + KEY_BYTES] for at in range(0, len(change.keys), KEY_BYTES)]
         if change.stored:
-            held.update(keys)
-        elif change.all:
-            held.clear()
+            self._held.update(keys)
         else:
-            held.difference_update(keys)
+            self._held.difference_update(keys)
 
     def lose_touch(self, why: str) -> None:
         """The node does not answer. What is known is kept, in case it goes on from there, but not told."""
@@ -111,4 +102,4 @@ class IndexMirror:
     def end(self, why: str) -> None:
         """It will not be fed any more: the space has a new epoch, or the node refuses us."""
         self.status, self.reason = "over", why
-        self._node, self._hosts = set(), {}
+        self._held = set()

@@ -10,7 +10,7 @@ Every session must be of the epochs of the first: after `dpurt epoch bump` (new 
 ``epoch``, for what this engine computes or holds belongs to the old weights; one with the new weights makes a new client.
 
 A fabric that does not open (shared memory with a node on another machine, say) is left out of a second `hello`, so that the
-node picks the next one; `Client.fabric_failures` keeps why.
+node picks the next one; so is, for `AVOID_S`, one whose links broke `MAX_BROKEN_LINKS` times in a row. `Client.fabric_failures` keeps why.
 
 A *landing zone* (`landing_zone`) is memory of this host that the node fills with blocks it expects to be loaded. `load` looks there
 first, asking nobody, and tells the node afterwards what it took; only the rest is asked for. A zone is made anew with each session.
@@ -35,11 +35,13 @@ from dpurt.client.mirror import IndexMirror
 from dpurt.client.zones import Prompt, Zones
 from dpurt.core.identity import Space
 from dpurt.core.landing_zone import ZoneLayout
+from dpurt.core.rails import LaneState
 from dpurt.errors import (
     DeadlineExceeded,
     FabricError,
     LocalProtocolError,
     NodeUnavailable,
+    RdmaLimit,
     RemoteAccessError,
     RemoteProtocolError,
     SpaceMismatch,
@@ -54,13 +56,16 @@ Room: TypeAlias = "memoryview | bytearray | Sequence[memoryview]"
 Payload: TypeAlias = "memoryview | bytes | Sequence[memoryview]"
 _Views: TypeAlias = tuple[memoryview, ...]
 MAX_REPLY_BYTES = 16 << 20
+KEEP_BYTES = 256 << 20
+MAX_BROKEN_LINKS = 2
+AVOID_S = 60.0
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
 _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
 _WAY_BACK_S = 0.1
 _SESSION_OVER = frozenset({"no_session", "stale_epoch"})
 _NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
 FOLLOW_S = 2.0  # a node that says nothing for so long is away
-_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe)  # need nothing of an old session
+_ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe, m.Route)  # need nothing of an old session
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +103,26 @@ async def connect(
     timeout_s: float = 5.0,
     curve: CurveClient | None = None,
     epochs: Mapping[str, int] | None = None,
+    memories: Sequence[memoryview] = (),
 ) -> AsyncIterator[Client]:
     """A client of the node at `endpoint`. Does not fail when the node is down: the calls do.
 
     `host` is this host's name in the node's topology, `spaces` the identities it will use, by their names there.
     `fabrics` are those this host can use, best first. `curve` encrypts and authenticates the channel. `epochs` are the
     spaces' epochs this engine's weights belong to, by name; of the others the client keeps those of its first session.
+    `memories` are where the buffers of loads and stores will be: registered once a session where the fabric registers memory.
     """
     options = SocketOptions(
         curve=curve, max_message_bytes=MAX_REPLY_BYTES, linger_ms=200, queue_unconnected=False
     )
     with open_context() as context, ZmqSocket(context, "DEALER", options) as socket:
         socket.connect(endpoint)
-        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s, epochs or {})
+        client = Client(socket, endpoint, host, spaces, fabrics, timeout_s, epochs or {}, memories)
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client._read)
             nursery.start_soon(client._keep_alive)
+            nursery.start_soon(client._keep_memories)
             try:
                 yield client
             except Exception as caught:  # the caller's: raised below as it is, not in the nursery's group
@@ -145,7 +153,10 @@ class Client:
         fabrics: Sequence[str],
         timeout_s: float,
         epochs: Mapping[str, int],
+        memories: Sequence[memoryview] = (),
     ) -> None:
+        self._memories = memories
+        self._opened = trio.Event()  # a session was
         self._socket = socket
         self.endpoint = endpoint
         self._host = host
@@ -161,6 +172,8 @@ class Client:
         self._not_before = 0.0
         self._heard_at = 0.0
         self._zones = Zones()
+        self._broken_links: dict[str, int] = {}  # in a row, by fabric
+        self._avoided_until: dict[str, float] = {}
         self.fabric_failures: dict[str, str] = {}
         self.checksum_errors = 0
         self.bytes_pulled = 0
@@ -173,6 +186,14 @@ class Client:
     def is_connected(self) -> bool:
         """True while the last word from the node was not a failure."""
         return self._session is not None
+
+    @property
+    def lanes(self) -> Sequence[LaneState]:
+        """The lanes of the present link (verbs has some): what each carried, how fast it is, how it broke. A snapshot's owner
+        changes it.
+        """
+        group = None if self._session is None else getattr(self._session.endpoint, "lanes", None)
+        return [] if group is None else list(group.states)
 
     async def session(self, deadline: float) -> m.HelloReply:
         """The current session's terms; opens one when there is none."""
@@ -188,6 +209,7 @@ class Client:
         try:
             if self._session is None:
                 self._session = await self._try_session(deadline)
+                self._opened.set()
             return self._session
         finally:
             self._session_lock.release()
@@ -209,7 +231,9 @@ class Client:
         return session
 
     async def _open_session(self, deadline: float) -> _Session:
-        left, failure = list(self._fabrics), None
+        now = trio.current_time()
+        left = [kind for kind in self._fabrics if self._avoided_until.get(kind, now) <= now]
+        left, failure = left or list(self._fabrics), None
         while True:
             try:
                 reply = await self._say_hello(left, deadline)
@@ -292,6 +316,27 @@ class Client:
         if self._session is not None:
             await self._post(m.Bye())
             await self._lose_session(self._session)
+
+    async def _keep_memories(self) -> None:
+        """Have this host's memory registered for every new link, beside its calls: pinning takes a device seconds per 10 GiB.
+
+        Piece by piece on this thread, so that it neither holds the loop for long nor runs while a link is being closed.
+        """
+        while True:
+            await self._opened.wait()
+            self._opened = trio.Event()
+            if self._session is None:
+                continue
+            try:
+                await self._keep_all(self._session.endpoint)
+            except (RdmaLimit, FabricError) as error:  # what is not kept is registered for each call
+                self.fabric_failures["memories"] = str(error)
+
+    async def _keep_all(self, endpoint: Endpoint) -> None:
+        for memory in self._memories:
+            for start in range(0, len(memory), KEEP_BYTES):
+                endpoint.keep(memory[start : start + KEEP_BYTES])
+                await trio.lowlevel.checkpoint()
 
     async def _keep_alive(self) -> None:
         while True:
@@ -714,12 +759,11 @@ class Client:
         space: str,
         cursor: bytes = b"",
         *,
-        hosts: bool = False,
         max_blocks: int = 1 << 13,
         wait_s: float = FOLLOW_S,
     ) -> m.IndexBatch:
         """The next batch of the index stream after `cursor` (see `wire.messages.Subscribe`); empty after `wait_s`."""
-        message = m.Subscribe(space=space, cursor=cursor, hosts=hosts, max_blocks=max_blocks)
+        message = m.Subscribe(space=space, cursor=cursor, max_blocks=max_blocks)
         return await self._call(message, m.IndexBatch, wait_s)
 
     async def follow(self, space: str, mirror: IndexMirror) -> None:
@@ -731,7 +775,7 @@ class Client:
         failures = 0
         while True:
             try:
-                mirror.apply(await self.subscribe(space, mirror.cursor, hosts=mirror.with_hosts))
+                mirror.apply(await self.subscribe(space, mirror.cursor))
                 failures = 0
             except SpaceMismatch as error:
                 mirror.end(str(error))
@@ -741,9 +785,27 @@ class Client:
                 await trio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
                 failures += 1
 
-    def mirror(self, space: str, *, hosts: bool = False) -> IndexMirror:
+    def mirror(self, space: str) -> IndexMirror:
         """An empty mirror of a space, for `follow`."""
-        return IndexMirror(self._spaces[space], with_hosts=hosts)
+        return IndexMirror(self._spaces[space])
+
+    async def route(
+        self,
+        space: str,
+        tokens: bytes | memoryview,
+        *,
+        will_route: bool = True,
+        cache_salt: str = "",
+        queued_ms: Mapping[str, float] | None = None,
+        among: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> m.RouteReply:
+        """Which engine should serve this prompt (see `wire.messages.Route`)."""
+        message = m.Route(
+            space=space, tokens=bytes(tokens), intent="will_route" if will_route else "probe", cache_salt=cache_salt,
+            queued_ms=dict(queued_ms or {}), among=list(among),
+        )  # fmt: skip
+        return await self._call(message, m.RouteReply, timeout_s)
 
     async def stats(self, timeout_s: float | None = None) -> dict[str, object]:
         """The node's counters."""
@@ -767,15 +829,26 @@ class Client:
     async def _over_link(self, session: _Session, transfer: Awaitable[None], deadline: float) -> None:
         """A transfer; a broken link ends the session, a refused access does not."""
         began = trio.current_time()
+        kind = session.reply.fabric
         try:
             await transfer
+            self._broken_links[kind] = 0
         except RemoteAccessError as error:  # a lease or reservation ended: its scope did, or its time was up
             raise RemoteProtocolError("access", str(error)) from error
         except FabricError as error:
+            self._note_broken(kind, str(error))
             await self._lose_session(session)
             if error.status == "timed_out":
                 raise DeadlineExceeded(error.stage, deadline - began) from error
             raise NodeUnavailable(self.endpoint, str(error)) from error
+
+    def _note_broken(self, kind: str, why: str) -> None:
+        """A fabric whose links break again and again is left alone for a while, if there is another."""
+        self._broken_links[kind] = self._broken_links.get(kind, 0) + 1
+        if self._broken_links[kind] >= MAX_BROKEN_LINKS and len(self._fabrics) > 1:
+            self._broken_links[kind] = 0
+            self._avoided_until[kind] = trio.current_time() + AVOID_S
+            self.fabric_failures[kind] = why
 
     async def _load(self, message: m.Load, deadline: float) -> m.LoadReply:
         return await self._call(message, m.LoadReply, deadline - trio.current_time())

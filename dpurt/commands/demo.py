@@ -47,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--staging", type=float, default=0.05, metavar="SHARE", help="of the distinct blocks (default 0.05)"
     )
     parser.add_argument(
-        "--policy", choices=["dpurt", "none"], default="dpurt", help="prefetch, or demand reads only"
+        "--policy",
+        choices=["dpurt", "lru", "none"],
+        default="dpurt",
+        help="dpurt (default: with lru beside it on the first fabric), or lru, also called none: demand reads only",
     )
     parser.add_argument(
         "--bdev", choices=["file", "vhost-user"], default="file",
@@ -77,13 +80,19 @@ def run(args: argparse.Namespace) -> int:
     if not quiet:
         print(_intro(plan, args))
     with _work_folder(args.dir) as work:
+        baseline = _play_baseline(plan, args, work, quiet)
         outcomes = _play_all(plan, args, work, quiet)
-    report.write_picture(args.picture, plan, outcomes)
+    report.write_picture(args.picture, plan, outcomes, baseline)
     if not quiet:
+        if baseline is not None:
+            print(
+                f"\n--- dpurt against lru on the same requests ---\n{report.comparison(baseline, outcomes[0])}"
+            )
         print(f"picture: {args.picture}")
     if args.json is not None:
-        write_json(args.json, report.as_json(plan, outcomes))
-    return 0 if all(is_good(outcome) for outcome in outcomes) else 1
+        write_json(args.json, report.as_json(plan, outcomes, baseline))
+    played = outcomes if baseline is None else [baseline, *outcomes]
+    return 0 if all(is_good(outcome) for outcome in played) else 1
 
 
 @contextmanager
@@ -179,7 +188,7 @@ def _intro(plan: Plan, args: argparse.Namespace) -> str:
     share = f"{plan.staging_blocks / plan.distinct_blocks:.0%} of them"
     if plan.staging_blocks > args.staging * plan.distinct_blocks:
         share += ", the least there is"
-    prefetch = "no prefetch" if args.policy == "none" else "with prefetch (--policy none shows it without)"
+    prefetch = "with prefetch" if args.policy == "dpurt" else "read on demand only"
     return (
         f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on {DEVICES[args.bdev]}\n"
         f"  scales: time x{plan.speed:g} ({plan.span_s:.0f} s), bytes 1/{scales['bytes_scale']} "
@@ -192,19 +201,30 @@ def _intro(plan: Plan, args: argparse.Namespace) -> str:
 
 
 def _play_all(plan: Plan, args: argparse.Namespace, work: Path, quiet: bool) -> list[Outcome]:
-    kinds: Sequence[str] = ["shm", "tcp"] if args.fabric == "both" else [args.fabric]
-    outcomes = []
-    for kind in kinds:
-        outcome = _play_one(plan, args, work, kind)
-        outcomes.append(outcome)
-        if not quiet:
-            print(f"\n--- {kind} fabric, {outcome.wall_s:.0f} s ---\n{report.text(plan, outcome)}")
-    return outcomes
+    policy = "dpurt" if args.policy == "dpurt" else "lru"
+    return [_play_one(plan, args, work, kind, policy, quiet) for kind in _fabrics(args)]
 
 
-def _play_one(plan: Plan, args: argparse.Namespace, work: Path, kind: str) -> Outcome:
-    with Progress(f"{kind} fabric", 1000) as progress:
-        return play(
-            plan, Way(kind, args.bdev, args.policy, args.crash), work / kind,
+def _play_baseline(plan: Plan, args: argparse.Namespace, work: Path, quiet: bool) -> Outcome | None:
+    """The same requests on demand, over the first fabric; not where something is killed."""
+    if args.policy != "dpurt" or args.crash is not None:
+        return None
+    return _play_one(plan, args, work, _fabrics(args)[0], "lru", quiet)
+
+
+def _fabrics(args: argparse.Namespace) -> Sequence[str]:
+    return ["shm", "tcp"] if args.fabric == "both" else [args.fabric]
+
+
+def _play_one(
+    plan: Plan, args: argparse.Namespace, work: Path, kind: str, policy: str, quiet: bool
+) -> Outcome:
+    folder = work / (kind if policy == "dpurt" else f"{kind}-lru")
+    with Progress(f"{kind} fabric, {policy}", 1000) as progress:
+        outcome = play(
+            plan, Way(kind, args.bdev, policy, args.crash), folder,
             progress=lambda done: progress.update(int(done * 1000)),
         )  # fmt: skip
+    if not quiet:
+        print(f"\n--- {kind} fabric, {policy}, {outcome.wall_s:.0f} s ---\n{report.text(plan, outcome)}")
+    return outcome

@@ -1,4 +1,4 @@
-"""`dpurt doctor [TOPOLOGY]`: what this machine can do, what is off, and why.."""
+"""`dpurt doctor [TOPOLOGY] [--probe HOST]`: what this machine can do, what is off, and why; and whether bytes get through."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from dpurt.config import load_config
 from dpurt.doctor import Finding, direct_io, examine, probe
+from dpurt.errors import ConfigError
 from dpurt.json_output import add_json_argument, write_json
+from dpurt.probe import Keys, probe_host
 
 _MARKS = {"ok": "[ ok ]", "off": "[ off]", "warn": "[warn]"}
 
@@ -18,12 +20,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("topology", nargs="?", help="also say whether this machine can run it")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there is any warning")
+    parser.add_argument(
+        "--probe", metavar="HOST",
+        help="as this host of the topology, on its machine: move bytes to and from the running node, over each of its fabrics",
+    )  # fmt: skip
+    parser.add_argument(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="with --probe: the host's secret key, for a gateway with keys",
+    )
+    parser.add_argument(
+        "--node-key", type=Path, metavar="FILE", help="with --probe: the node's public key (.pub)"
+    )
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Probe and show."""
     findings = _findings(args.topology)
+    if args.probe is not None:
+        findings += _probe(args)
     if args.json is not None:
         write_json(args.json, [asdict(finding) for finding in findings])
     else:
@@ -35,6 +52,15 @@ def _findings(topology: str | None) -> list[Finding]:
     if topology is None:
         return [*probe(), direct_io(Path(tempfile.gettempdir()))]
     return [*probe(), *examine(load_config(topology))]
+
+
+def _probe(args: argparse.Namespace) -> list[Finding]:
+    if args.topology is None:
+        raise ConfigError("--probe", "needs the topology that has this host")
+    if (args.key is None) != (args.node_key is None):
+        raise ConfigError("--probe", "--key and --node-key go together")
+    found = None if args.key is None else Keys(args.key, args.node_key)
+    return probe_host(load_config(args.topology), args.probe, found)
 
 
 def as_lines(finding: Finding) -> list[str]:

@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
     """Ask and show. Exit code 1 when no node answers: then every block misses, for that reason."""
     config = load_config(args.topology)
     config.space_named(args.space)
-    request = m.Explain(space=args.space, tokens=_tokens(args, config), digests=_digests(args))
+    request = m.Explain(
+        space=args.space, tokens=read_tokens(args.tokens, args.space, config), digests=_digests(args)
+    )
     try:
         blocks = ask(config.node.run_path, request, m.ExplainReply).blocks
     except NodeUnavailable as error:
@@ -64,23 +66,22 @@ def table(blocks: list[m.Reason]) -> list[str]:
     return rows or ["the prompt has no whole block"]
 
 
-def _tokens(args: argparse.Namespace, config: Config) -> bytes | None:
-    if args.tokens is None:
+def read_tokens(source: str | None, space: str, config: Config) -> bytes | None:
+    """A JSON array of token ids in a file, or on standard input (``-``), as the space's raw tokens. ConfigError if it is none."""
+    if source is None:
         return None
     try:
-        content = sys.stdin.buffer.read() if args.tokens == "-" else Path(args.tokens).read_bytes()
+        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
         ids = msgspec.json.decode(content, type=list[int])
     except OSError as error:
-        raise ConfigError(args.tokens, f"cannot read: {error.strerror}") from error
+        raise ConfigError(source, f"cannot read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(args.tokens, f"expected a JSON array of token ids: {error}") from error
-    width = config.space_named(args.space).geometry.token_bytes
+        raise ConfigError(source, f"expected a JSON array of token ids: {error}") from error
+    width = config.space_named(space).geometry.token_bytes
     limits = np.iinfo(f"<i{width}")
     for i, token in enumerate(ids):
         if not 0 <= token <= limits.max:
-            raise ConfigError(
-                f"{args.tokens}[{i}]", f"expected a token id from 0 to {limits.max}, got {token}"
-            )
+            raise ConfigError(f"{source}[{i}]", f"expected a token id from 0 to {limits.max}, got {token}")
     return np.array(ids, limits.dtype).tobytes()
 
 

@@ -188,7 +188,7 @@ def _keys_at(where: str, tree: object) -> list[str]:
 
 
 def _choices_at(where: str, tree: object) -> str:
-    if where.endswith(".kind"):
+    if where.startswith("$.bdev") and where.endswith(".kind"):
         return ", ".join(str(bdev.__struct_config__.tag) for bdev in get_args(AnyBdevConfig))
     kind = _type_at(where, tree)
     return ", ".join(map(repr, kind.values)) if isinstance(kind, inspect.LiteralType) else ""

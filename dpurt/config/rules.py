@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from dpurt.core.eviction import POLICIES
-from dpurt.core.host_tiers import MAX_INSTANCES
 
 if TYPE_CHECKING:
     from dpurt.config.schema import Config
@@ -153,12 +152,23 @@ def _gateway(config: Config) -> Iterator[Problem]:
         )
 
 
+def _shadows(config: Config) -> Iterator[Problem]:
+    names = [shadow.name for shadow in config.prefetch.shadow]
+    for i, shadow in enumerate(config.prefetch.shadow):
+        if shadow.eviction not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            yield f"$.prefetch.shadow[{i}].eviction", f"unknown policy {shadow.eviction!r}; known: {known}"
+        if shadow.name in names[:i]:
+            yield f"$.prefetch.shadow[{i}].name", f"{shadow.name!r} is taken by another shadow"
+
+
 def _staging(config: Config) -> Iterator[Problem]:
     if config.staging.eviction not in POLICIES:
         yield (
             "$.staging.eviction",
             f"unknown policy {config.staging.eviction!r}; known: {', '.join(sorted(POLICIES))}",
         )
+    yield from _shadows(config)
     total = sum(space.staging_share or 0.0 for space in config.space)
     if total > 1 + 1e-9:
         yield "$.space", f"the staging_shares add up to {total:g}, more than 1"
@@ -232,9 +242,6 @@ def _engines(config: Config) -> Iterator[Problem]:
         for name in (engine.space, *engine.loras.values()):
             if name not in spaces:
                 yield f"$.engine[{i}]", f"no space {name!r}; known: {', '.join(spaces)}"
-    ranks = sum(max(len(engine.events), 1) for engine in config.engine)
-    if ranks > MAX_INSTANCES:
-        yield "$.engine", f"{ranks} ranks of engines are more than {MAX_INSTANCES}"
 
 
 def _links(config: Config) -> Iterator[Problem]:
@@ -267,6 +274,9 @@ def warnings(config: Config) -> Iterator[str]:
     yield from _weak_secrets(config)
     yield from _odd_reach(config)
     yield from _odd_parts(config)
+    for engine in config.engine:
+        if engine.events and not engine.replay:
+            yield f"engine {engine.name!r} has no replay endpoint: one lost message empties what is known of it"
     if (
         config.envelope is not None
         and config.prefetch.bandwidth_bytes_per_s > config.envelope.device_bytes_per_s

@@ -614,8 +614,20 @@ class FabricConfig(Table, frozen=True, kw_only=True):
         return url.hostname or "", url.port or 0
 
 
+class ShadowConfig(Table, frozen=True, kw_only=True):
+    """A policy on trial: it sees what the node sees, reads nothing, and is scored like the node's own. Without predictors it
+    reads on demand.
+    """
+
+    name: Name
+    eviction: Name = "lru"
+    predictors: tuple[Predictor, ...] = ()
+
+
 class PrefetchConfig(Table, frozen=True, kw_only=True):
-    """Which predictors run, and the budget they compete for."""
+    """Which predictors run, and the budget they compete for. `prior`: whether they begin with what the package knows of when
+    conversations return, or learn from nothing.
+    """
 
     enabled: bool = True
     predictors: tuple[Predictor, ...] = ("sliding_window", "attention", "cross_request")
@@ -623,6 +635,8 @@ class PrefetchConfig(Table, frozen=True, kw_only=True):
     bandwidth_bytes_per_s: Positive = 1 << 30
     staging_fraction: Share = 0.5
     min_probability: Share = 0.05
+    prior: Literal["shipped", "none"] = "shipped"
+    shadow: Annotated[tuple[ShadowConfig, ...], Meta(max_length=4)] = ()
 
 
 class PlacementConfig(Table, frozen=True, kw_only=True):
@@ -649,7 +663,10 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
 
 
 class RouterConfig(Table, frozen=True, kw_only=True):
-    """Routing questions over HTTP on loopback, e.g. ``"127.0.0.1:8090"``; empty is off."""
+    """Routing questions over HTTP on loopback, e.g. ``"127.0.0.1:8090"``; empty is off.
+
+    Any user of this machine may then ask which prompts are cached, of every space.
+    """
 
     bind: str = ""
 

@@ -8,7 +8,7 @@ handle ``generation << 32 | id`` resolves only while that very record lives. Rec
 
 Where a block is lies in one row of `where`, so that one gather answers for a whole match::
 
-    where[id] = [hosts' HBM bits, hosts' CPU memory bits, slot of shard 0 .. S-1, extent of shard 0 .. S-1]
+    where[id] = [slot of shard 0 .. S-1, extent of shard 0 .. S-1]
 
 with -1 for no slot (an index into the staging arena) and no extent (a byte offset on the bdev).
 
@@ -33,7 +33,7 @@ AnyArray = npt.NDArray[np.generic]
 
 NONE = -1  # no block: the parent of a first block, no child, no sibling
 FREE = -2  # in `parent`: this id is not in use
-HBM, CPU, FIRST_SLOT = 0, 1, 2  # columns of `where`
+FIRST_SLOT = 0  # column of `where`
 _FIRST_CAPACITY = 1024
 _COLUMNS = (
     "keys where parent first_child next_sibling prev_sibling num_children depth generation pins uses last_use expires mark"
@@ -175,16 +175,28 @@ class BlockTable:
 
     def add_chain(self, parent: int, words: U64, now: float) -> I32:
         """New records, each the parent of the next, the first under `parent` (-1: none). Keys must be new and unique."""
-        ids = self._take_ids(len(words))
-        self._clear(ids)
-        self.keys[ids] = words
-        self.last_use[ids] = now
+        ids = self._new(words, now)
         self.parent[ids[1:]] = ids[:-1]
         self.first_child[ids[:-1]] = ids[1:]
         self.num_children[ids[:-1]] = 1
         self._link(int(ids[0]), parent)
         self.depth[ids] = np.arange(len(ids)) + (int(self.depth[parent]) + 1 if parent >= 0 else 0)
         self._map.add(ids, self.keys)
+        return ids
+
+    def add_roots(self, words: U64, now: float) -> I32:
+        """New records without parents. Keys must be new and unique."""
+        ids = self._new(words, now)
+        self.parent[ids] = NONE
+        self.depth[ids] = 0
+        self._map.add(ids, self.keys)
+        return ids
+
+    def _new(self, words: U64, now: float) -> I32:
+        ids = self._take_ids(len(words))
+        self._clear(ids)
+        self.keys[ids] = words
+        self.last_use[ids] = now
         return ids
 
     def remove(self, ids: I32) -> None:
@@ -194,12 +206,12 @@ class BlockTable:
         self._map.remove(ids, self.keys)
         self.parent[ids] = FREE
         self.expires[ids] = np.inf
-        self.where[ids] = 0, 0, *[NONE] * (2 * self.num_shards)
+        self.where[ids] = NONE
         self.generation[ids] += 1
         self._free.extend(np.sort(ids)[::-1].tolist())
 
     def _clear(self, ids: I32) -> None:
-        self.where[ids] = 0, 0, *[NONE] * (2 * self.num_shards)
+        self.where[ids] = NONE
         for column in (self.first_child, self.next_sibling, self.prev_sibling):
             column[ids] = NONE
         for column in (self.num_children, self.pins, self.uses):

@@ -278,10 +278,11 @@ class _AgeOrder:
         if self._aside:
             self._aside.unheld(block)
 
-    def unheld_blocks(self) -> list[int]:
-        """All blocks that are not held, oldest first."""
-        aside = self._aside.least(len(self._aside)) if self._aside else []
-        return aside + [block for block in self._order if block not in self._held]
+    def all_blocks(self) -> list[int]:
+        """Held ones, too; oldest first, but that of those set aside only the unheld have their place."""
+        if not self._aside:
+            return list(self._order)
+        return [*self._aside.least(len(self._aside)), *self._order]
 
     def discard(self, block: int) -> bool:
         """Forget a block; False if it was not here."""
@@ -450,7 +451,7 @@ class Predicted(Lru):
         self._ranked_at = now
         self._came.clear()
         self._at_rest.clear()
-        blocks = self._order.unheld_blocks()
+        blocks = self._order.all_blocks()
         worth = self._outlook.worth(blocks, now)
         first = np.argsort(worth, kind="stable")[: self._batch].tolist()
         self._leaving = OrderedDict((blocks[i], float(worth[i])) for i in first)

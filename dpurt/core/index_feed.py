@@ -1,9 +1,9 @@
 """What happened to an index, for those who follow it: a bounded log of blocks that came and went.
 
-Theory of operation. `PrefixIndex` notes every change of *who holds a block*: this node (all shards of it are in staging or
-on the bdev, so a lookup would count it) or a GPU host's tier. Moves between the node's own tiers are no change. A reader
-has a `Cursor` and reads on from there. One without a cursor first reads what is there, in *pages* of the record table, and
-then the log from where it stood when the first page was read::
+Theory of operation. `PrefixIndex` notes which blocks the node now holds (all shards are in staging or on the bdev, so a
+lookup would count them), and which no more. Moves between staging and bdev are no change. A reader has a `Cursor` and reads on
+from there. One without a cursor first reads what is there, in *pages* of the record table, and then the log from where it
+stood when the first page was read::
 
     pages   [0 .... a) [a .... b) [b .... end)           each as it is when it is read
     log      ^ start ...................... head          then read from `start` on
@@ -15,37 +15,33 @@ knows exactly what the index knows.
 The log keeps the last `capacity` changed blocks. A reader that is further behind gets None: it must forget what it knows
 and begin anew. So a reader costs the node nothing but the reading, and cannot hold it up.
 
-Left to others: waiting for news, names of hosts, the wire. Single-threaded: owned with its index.
+Left to others: waiting for news, the wire. Single-threaded: owned with its index.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dpurt.core.block_table import FREE, HBM
-from dpurt.core.key_map import U64
+from dpurt.core.block_table import FREE
+from dpurt.core.identity import KEY_BYTES
 
 if TYPE_CHECKING:
     from dpurt.core.prefix_index import PrefixIndex
 
-NODE = -1  # instead of a host's number: this node's own tiers
 DEFAULT_CAPACITY = 1 << 17
 _PAGE_SCAN = 1 << 15  # records looked at in one go
 
 
 class Change(NamedTuple):
-    """Blocks that are now held by `host` in `tier` (a column of `BlockTable.where`; 0 for the node), or no more.
-
-    `keys`: 16 bytes each, one after the other. None: everything of that tier is gone.
-    """
+    """Blocks that the node now holds, or no more; `keys`: 16 bytes each, one after the other."""
 
     stored: bool
-    host: int
-    tier: int
-    keys: bytes | None
+    keys: bytes
 
 
 class Cursor(NamedTuple):
@@ -78,9 +74,9 @@ class IndexFeed:
         """The sequence number of the next change."""
         return self._first + len(self._log)
 
-    def note(self, stored: bool, host: int, tier: int, keys: bytes | None) -> None:
+    def note(self, stored: bool, keys: bytes) -> None:
         """Something changed. Wakes who waits."""
-        self._log.append(Change(stored, host, tier, keys))
+        self._log.append(Change(stored, keys))
         self._blocks += _weight(keys)
         if self._blocks > 2 * self._capacity:
             self._trim()
@@ -126,31 +122,19 @@ class IndexFeed:
         self._first += gone
 
 
-def _weight(keys: bytes | None) -> int:
-    return 1 if keys is None else 1 + len(keys) // 16
+def _weight(keys: bytes) -> int:
+    return 1 + len(keys) // KEY_BYTES
 
 
 def _merged(changes: list[Change]) -> list[Change]:
-    """Neighbours that differ only in their blocks, as one."""
-    merged: list[Change] = []
-    pieces: list[bytes] = []
-    for change in changes:
-        if pieces and change.keys is not None and change[:3] == merged[-1][:3]:
-            pieces.append(change.keys)
-            continue
-        _join(merged, pieces)
-        merged.append(change)
-        pieces = [] if change.keys is None else [change.keys]
-    _join(merged, pieces)
-    return merged
+    """Neighbours of one kind as one."""
+    return [
+        Change(stored, b"".join(change.keys for change in group))
+        for stored, group in itertools.groupby(changes, key=attrgetter("stored"))
+    ]
 
 
-def _join(merged: list[Change], pieces: list[bytes]) -> None:
-    if len(pieces) > 1:
-        merged[-1] = merged[-1]._replace(keys=b"".join(pieces))
-
-
-def read(index: PrefixIndex, cursor: Cursor | None, max_blocks: int, with_hosts: bool) -> Batch | None:
+def read(index: PrefixIndex, cursor: Cursor | None, max_blocks: int) -> Batch | None:
     """Go on from `cursor`, or begin. None when the changes after it are gone: begin anew. The index must have a feed."""
     feed = index.feed
     assert feed is not None, "an index that is followed has a feed"
@@ -158,41 +142,24 @@ def read(index: PrefixIndex, cursor: Cursor | None, max_blocks: int, with_hosts:
     if feed.since(seq, 0) is None:
         return None
     if page >= 0:
-        changes, page = _page(index, page, max_blocks, with_hosts)
+        changes, page = _page(index, page, max_blocks)
         return Batch(changes, Cursor(page, seq), page < 0 and seq == feed.head)
     log = feed.since(seq, max_blocks)
     assert log is not None, "it was there a moment ago"
-    kept = [change for change in log[0] if with_hosts or change.host == NODE]
-    return Batch(kept, Cursor(-1, log[1]), log[1] == feed.head)
+    return Batch(log[0], Cursor(-1, log[1]), log[1] == feed.head)
 
 
-def _page(index: PrefixIndex, at: int, max_blocks: int, with_hosts: bool) -> tuple[list[Change], int]:
+def _page(index: PrefixIndex, at: int, max_blocks: int) -> tuple[list[Change], int]:
     """What is held among the records from `at` on, until there is enough; and the next record, -1 at the end."""
-    changes: list[Change] = []
-    found, stop = 0, index.table.high_water
-    while at < stop and found < max_blocks:
-        until = min(at + min(_PAGE_SCAN, max_blocks), stop)
+    table = index.table
+    pieces: list[bytes] = []
+    room = max_blocks
+    while at < table.high_water and room > 0:
+        until = min(at + min(_PAGE_SCAN, room), table.high_water)
         ids = np.arange(at, until, dtype=np.int32)
-        held = _held(index, ids[index.table.parent[at:until] != FREE], with_hosts)
-        changes += held
-        found += sum(len(change.keys or b"") // 16 for change in held)
+        ids = ids[table.parent[at:until] != FREE]
+        pieces.append(table.keys[ids[index.are_resident(ids)]].tobytes())
+        room -= len(pieces[-1]) // KEY_BYTES
         at = until
-    return changes, at if at < stop else -1
-
-
-def _held(
-    index: PrefixIndex, ids: np.ndarray[tuple[int], np.dtype[np.int32]], with_hosts: bool
-) -> list[Change]:
-    keys: U64 = index.table.keys
-    own = ids[index.are_resident(ids)]
-    changes = [Change(True, NODE, 0, keys[own].tobytes())] if len(own) else []
-    if not with_hosts or not len(ids):
-        return changes
-    for tier in range(HBM, HBM + 2):
-        bits = index.table.where[ids, tier].view(np.uint64)
-        present = int(np.bitwise_or.reduce(bits))
-        for host in range(present.bit_length()):
-            if present >> host & 1:
-                held = ids[bits & np.uint64(1 << host) != 0]
-                changes.append(Change(True, host, tier, keys[held].tobytes()))
-    return changes
+    keys = b"".join(pieces)
+    return [Change(True, keys)] if keys else [], at if at < table.high_water else -1

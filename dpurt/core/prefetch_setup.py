@@ -15,6 +15,7 @@ from dpurt.core.ledger import Ledger
 from dpurt.core.predictor import Predictor, SlidingWindow
 from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import PrefetchCore
+from dpurt.core.return_model import Forest
 from dpurt.core.returns import Returns
 
 __all__ = ["PrefetchSetup", "outlook_of"]
@@ -34,14 +35,14 @@ class PrefetchSetup:
     queue_depth: int
     min_probability: float
 
-    def make_predictors(self) -> list[Predictor]:
-        """New ones that have seen nothing."""
-        return [self._make(name) for name in self.predictors]
+    def make_predictors(self, prior: Forest | None) -> list[Predictor]:
+        """New ones that have seen nothing, but know the prior."""
+        return [self._make(name, prior) for name in self.predictors]
 
-    def _make(self, name: str) -> Predictor:
+    def _make(self, name: str, prior: Forest | None) -> Predictor:
         if name == SlidingWindow.name:
             return SlidingWindow(self.lookahead_blocks, self.block_s)
-        return make_predictor(name, self.lookahead_blocks)
+        return make_predictor(name, self.lookahead_blocks, prior)
 
     def build(self, predictors: Sequence[Predictor], view: StagingView) -> PrefetchCore:
         """A new core around them."""

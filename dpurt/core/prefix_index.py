@@ -2,9 +2,9 @@
 
 Theory of operation. Every known block has one record (`BlockTable`): its key, its place in the forest of
 prefixes, and where its bytes are: this node's *own tiers* (a staging slot and an extent on the bdev, per
-shard) and the hosts' tiers (HBM and CPU memory, a bit per host). Where tokens are known, a `TokenTree` finds
-the longest prefix exactly; where a hook gives only chained keys, the same forest is searched by key. A chain
-is known by tokens or by keys, never half and half.
+shard). What GPU hosts hold is hearsay and changes faster: see `HeldBlocks`. Where tokens are known, a
+`TokenTree` finds the longest prefix exactly; where a hook gives only chained keys, the same forest is
+searched by key. A chain is known by tokens or by keys, never half and half.
 
 Two rules hold between calls:
 
@@ -19,14 +19,13 @@ A record goes when it is nowhere, unpinned and childless, at the moment one of t
 record is nowhere yet and stays. A store in flight pins its blocks, so that neither ends it by accident.
 
 Left to others: the keys' formula (`identity`), what to evict and when (policy), freeing slots and extents
-(their owners, from `Dropped`), children that arrive before their parent (the agent keeps them waiting), why a
-block went (`Tombstones`). Single-threaded: owned by the index agent. `now` is the caller's clock. Ids stay
-valid until the record goes; who keeps one across an await keeps its handle and resolves it.
+(their owners, from `Dropped`), why a block went (`Tombstones`). Single-threaded: owned by the index agent.
+`now` is the caller's clock. Ids stay valid until the record goes; who keeps one across an await keeps its
+handle and resolves it.
 """
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,39 +34,29 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dpurt.core.block_table import CPU, F64, FIRST_SLOT, HBM, NONE, BlockTable, key_words
+from dpurt.core.block_table import F64, FIRST_SLOT, NONE, BlockTable, key_words
 from dpurt.core.identity import ROOT_KEY
-from dpurt.core.index_feed import NODE, IndexFeed
-from dpurt.core.key_map import I32, I64, U64
+from dpurt.core.index_feed import IndexFeed
+from dpurt.core.key_map import I32, I64
 from dpurt.core.token_tree import TokenTree
 
-MAX_HOSTS = 64
 Bools = npt.NDArray[np.bool_]
-
-
-class HostTier(enum.Enum):
-    """A tier of a GPU host, as its engine's events name it."""
-
-    HBM = HBM
-    CPU = CPU
 
 
 class Locations(NamedTuple):
     """Where each asked block is, row by row: a snapshot.
 
-    `slot` and `extent` are (n, shards), -1 for none; `hbm` and `cpu` have bit h set where host h holds the block.
+    `slot` and `extent` are (n, shards), -1 for none.
     """
 
     slot: I64
     extent: I64
-    hbm: U64
-    cpu: U64
 
 
 class Dropped(NamedTuple):
     """Blocks that lost all their own copies, or their record, parents first. The owners must free `slots` and `extents`.
 
-    `handles` are those from before. Where `forgotten`, the record is gone and the id free; elsewhere a host, a child or
+    `handles` are those from before. Where `forgotten`, the record is gone and the id free; elsewhere a child or
     a pin keeps it. `idle_s` is the time since the last use.
     """
 
@@ -156,9 +145,8 @@ class PrefixIndex:
     def locations(self, ids: I32) -> Locations:
         """Where each block is: one gather."""
         rows = self.table.where.take(ids, axis=0)
-        bits = rows.view(np.uint64)
         split = self.table.first_extent
-        return Locations(rows[:, FIRST_SLOT:split], rows[:, split:], bits[:, HBM], bits[:, CPU])
+        return Locations(rows[:, FIRST_SLOT:split], rows[:, split:])
 
     def resident_prefix(self, ids: I32) -> int:
         """How many leading blocks have every shard in staging or on the bdev."""
@@ -218,6 +206,19 @@ class PrefixIndex:
             raise ValueError("the parent is known by its tokens, so its children cannot be known by key only")
         return self._add(parent, known, keys, now)
 
+    def insert_lone(self, keys: Sequence[bytes], now: float) -> I32:
+        """Make blocks known that stand alone, each by its key; those that are known stay what they are. ValueError for the root's key."""
+        words = key_words(keys)
+        ids = self.table.find_many(words)
+        fresh = list(dict.fromkeys(key for key, block in zip(keys, ids.tolist(), strict=True) if block < 0))
+        if not fresh:
+            return ids
+        if ROOT_KEY in fresh:
+            raise ValueError("the root's key is no block's")
+        self.table.add_roots(key_words(fresh), now)
+        self._inserted += len(fresh)
+        return self.table.find_many(words)
+
     # --- own tiers ---
 
     def set_slot(self, block: int, shard: int, slot: int) -> None:
@@ -245,14 +246,14 @@ class PrefixIndex:
         return self._clear_copy(block, shard, self.table.first_extent)
 
     def drop(self, blocks: int | I32, now: float) -> Dropped:
-        """Take blocks, and all below them, out of the own tiers; forget those that are in no host's tier either."""
+        """Take blocks, and all below them, out of the tiers; forget those that no pin keeps."""
         members = array("i")
         for block in np.atleast_1d(blocks).tolist():
             self.table.subtree(self._known(block), members)
         ids = np.array(members, np.int32)
         self.table.mark[ids] = 0
         before = self.table.where[ids]
-        self._tell(False, NODE, 0, ids[_all_of_each(self._own_copies(before))])
+        self._tell(False, ids[_all_of_each(self._own_copies(before))])
         self.table.where[ids, FIRST_SLOT:] = NONE
         self.table.expires[ids] = np.inf
         return self._forget(ids, before, now)
@@ -290,27 +291,6 @@ class PrefixIndex:
             np.add.at(self.table.pins, ids, 1)
             raise ValueError("unpin without a pin")
         return self._forget_if_nowhere(ids, now)
-
-    # --- hosts' tiers ---
-
-    def host_stored(self, host: int, tier: HostTier, ids: I32) -> None:
-        """A host's engine says these blocks are in its tier. Saying it again changes nothing."""
-        bit = _host_bit(host)
-        ids = ids[self.table.where[ids, tier.value] & bit == 0]
-        self.table.where[ids, tier.value] |= bit
-        self._tell(True, host, tier.value, ids)
-
-    def host_removed(self, host: int, tier: HostTier, ids: I32, now: float) -> Dropped:
-        """A host's engine says these blocks left its tier; absent ones are a no-op (U14). What is nowhere is forgotten."""
-        bit = _host_bit(host)
-        ids = ids[self.table.where[ids, tier.value] & bit != 0]
-        self.table.where[ids, tier.value] &= ~bit
-        self._tell(False, host, tier.value, ids)
-        return self._forget_if_nowhere(ids, now)
-
-    def host_cleared(self, host: int, tier: HostTier, now: float) -> Dropped:
-        """A host's tier is empty: its engine said so, or is gone (U9, U16)."""
-        return self.host_removed(host, tier, self.table.live(), now)
 
     # --- inside ---
 
@@ -426,9 +406,9 @@ class PrefixIndex:
             raise ValueError(f"shard {shard}: an id is unknown, a {what} is negative, or a block has one")
         if not self._have_parents(ids, shard).all():
             raise ValueError(f"shard {shard}: a block's parent is neither in staging nor on the bdev")
-        was_whole = self.are_resident(ids)
+        new = ids[~self._own_copies(table.where[ids])[:, shard]]
         table.where[ids, column] = placed
-        self._tell(True, NODE, 0, ids[self.are_resident(ids) & ~was_whole])
+        self._tell(True, new[self.are_resident(new)])
 
     def _have_parents(self, ids: I32, shard: int) -> Bools:
         """Whether the parent has an own copy of the shard, is about to get one with these, or need not be."""
@@ -454,17 +434,16 @@ class PrefixIndex:
 
     def _tell_own(self, stored: bool, block: int) -> None:
         if self.feed is not None:
-            self.feed.note(stored, NODE, 0, self.table.key(block))
+            self.feed.note(stored, self.table.key(block))
 
-    def _tell(self, stored: bool, host: int, tier: int, ids: I32) -> None:
+    def _tell(self, stored: bool, ids: I32) -> None:
         if self.feed is not None and len(ids):
-            self.feed.note(stored, host, tier, self.table.keys[ids].tobytes())
+            self.feed.note(stored, self.table.keys[ids].tobytes())
 
     def _is_nowhere(self, ids: I32) -> Bools:
-        """In no tier, own or host's, and unpinned."""
-        rows = self.table.where[ids]
-        hosts = rows[:, :FIRST_SLOT].any(axis=1)
-        return ~(hosts | (rows[:, FIRST_SLOT:] >= 0).any(axis=1) | (self.table.pins[ids] > 0))
+        """In no tier, and unpinned."""
+        held: Bools = (self.table.where[ids] >= 0).any(axis=1) | (self.table.pins[ids] > 0)
+        return ~held
 
     def _forget_if_nowhere(self, ids: I32, now: float) -> Dropped:
         ids = ids[self._is_nowhere(ids)]
@@ -538,9 +517,3 @@ class PrefixIndex:
 
 def _all_of_each(rows: Bools) -> Bools:
     return np.asarray(rows.all(axis=1))
-
-
-def _host_bit(host: int) -> np.int64:
-    if not 0 <= host < MAX_HOSTS:
-        raise ValueError(f"host {host} is not in 0 .. {MAX_HOSTS - 1}")
-    return np.uint64(1 << host).astype(np.int64)

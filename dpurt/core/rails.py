@@ -3,7 +3,8 @@
 A *rail* is a NIC port with its way to the peer; a *lane* is one queue pair on one rail, the unit of both decisions here.
 
 `Lanes` is what one end of a link knows of its lanes as long as it lives. Each is ``down`` (broken, or not connected yet) or
-``up``. Its speed is bytes over busy seconds, old ones fading, begun with a guess (the port's rate). A lane that breaks again
+``up``. Its speed is bytes over busy seconds, old ones fading, begun with a guess (the port's rate), to which that of an unused
+one returns. A lane that breaks again
 and again is brought back ever later; one transfer that ends well forgets that.
 
 `Stripes` is one transfer, cut into stripes of about equal size. Nobody shares them out beforehand: a lane that has room
@@ -37,6 +38,7 @@ MAX_STRIPE_BYTES = 1 << 20
 STRIPES_PER_LANE = 4
 GUESS_BYTES = 1 << 20  # what the first guess of a speed weighs
 MEMORY_BYTES = 64 << 20  # of moved bytes that speeds are taken from: beyond, old ones fade
+FADE_S = 5.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 PATIENCE_S, PATIENCE = (
     4.0,
@@ -118,6 +120,7 @@ class LaneState:
     progress_at: float = 0.0
     moved: float = 0.0
     busy_s: float = 0.0
+    faded_at: float = 0.0
 
     @property
     def bytes_per_s(self) -> float:
@@ -190,6 +193,15 @@ class Lanes:
         """When a stripe given to it now would be done. Ties go to the earlier lane."""
         state = self.states[lane]
         return (state.flying + MIN_STRIPE_BYTES) / state.bytes_per_s
+
+    def fade(self, now: float) -> None:
+        """What was learnt of a lane that is not used is believed less and less, so that a slow one is tried again."""
+        for state in self.states:
+            last = max(state.progress_at, state.faded_at)
+            if not state.flying and now - last > FADE_S:
+                state.moved /= 2
+                state.busy_s /= 2
+                state.faded_at = now
 
     # --- speed ---
 

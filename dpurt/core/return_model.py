@@ -10,7 +10,7 @@ proportional fitting: each table in turn becomes events / expected events, shrun
 
 The prior is a `Forest` fitted beforehand (boosted trees over the same traits and the age, see
 `dpurt.replay.fit_returns`), for the stop reasons it was fitted on; for others, or without one, a rate that is about the
-same at all time scales. So a node that ships with a prior and
+same at all time scales, to minutes. So a node that ships with a prior and
 one that learns from nothing run the same code.
 
 A request under way cannot return, but will soon be able to: `Running` learns, by time since its start, how often the
@@ -154,7 +154,7 @@ _NEW = (0.5, 1.5, 4.5, 16.5)
 _CUTS = (_DEPTHS, _GAPS, _API, _NEW)
 NUM_TABLES = 2 + len(_CUTS)  # for all, by stop, and by the others
 MAX_BUCKETS = max(NUM_STOPS, *(len(cuts) + 1 for cuts in _CUTS))
-ORDINARY = 0.3 / (AGE_MIDS + 10.0)  # hazard without a prior
+ORDINARY = 0.3 / (AGE_MIDS + 10.0) / (1.0 + AGE_MIDS / 300.0)  # hazard when nothing is known
 
 
 def buckets_of(traits: Traits) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ def buckets_of(traits: Traits) -> tuple[int, ...]:
 class ReturnModel:
     """Hazards by traits and age; see the module's docstring. A *row* is a combination of buckets that occurred."""
 
-    FLOOR, CEILING = 0.05, 20.0  # of a factor: few events must not shut out or swamp the others
+    FLOOR, CEILING = 0.01, 50.0  # of a factor: few events must not shut out or swamp the others
     SWEEPS = 2
 
     def __init__(self, prior: Forest | None = None, settings: Settings = Settings()) -> None:
@@ -204,10 +204,12 @@ class ReturnModel:
             return self._prior.hazards(traits)
         return ORDINARY
 
-    def factors(self, row: int) -> Floats:
-        """What to multiply them by, as of the last `refit`."""
-        tables = np.arange(NUM_TABLES)
-        return np.asarray(self._factors[self._is_prior[row], tables, self._buckets[row]].prod(0))
+    def factors(self, rows: Ints) -> Floats:
+        """What to multiply them by, for each of these rows, as of the last `refit`."""
+        factors = np.ones((len(rows), NUM_AGES))
+        for table in range(NUM_TABLES):
+            factors *= self._factors[self._is_prior[rows], table, self._buckets[rows, table]]
+        return factors
 
     def expose(self, rows: Ints, ages: Ints, risks: Floats) -> None:
         """Conversations of these rows were at risk in these age bins: seconds times their prior hazards."""

@@ -177,7 +177,7 @@ class _Slots:
         self.hazards: Floats = np.zeros((num_slots, NUM_AGES))
         self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
-        self.learned: Ints = np.zeros(num_slots, np.int64)  # age bins whose exposure is booked
+        self.booked: Floats = np.zeros(num_slots)  # age up to which the model knows
         self.stop: Ints = np.zeros(num_slots, np.int64)
         self.chance: Floats = np.zeros(num_slots)  # of a return within the window, as last computed
 
@@ -191,10 +191,10 @@ class Returns:
     )
     LOOK_S = 1.0
     MARGIN = 1.5
-    GROWTH = 2
-    MIN_REACH, MAX_REACH = 16, 1024
-    FLOOR = 0.002  # worth below which nothing is fetched, even into free room
-    LASTING = 12  # windows a fetched block is taken to stay: what is not used then was useless
+    GROWTH = 4
+    MIN_REACH, MAX_REACH = 64, 1024
+    FLOOR = 0.0002  # uses a second below which nothing is fetched, even into free room
+    LASTING_S = 120.0  # a fetched block is taken to stay: what is not used by then was useless
     FULL_S = 5.0  # after its policy last asked what to evict, staging is taken to be full
     REFIT_S = 15.0
     POPULAR_S = 600.0  # how long a new conversation on a branch speaks for more of them
@@ -202,7 +202,7 @@ class Returns:
     def __init__(
         self,
         prior: Forest | None = None,
-        window_s: float = 10.0,
+        window_s: float = 5.0,
         max_streams: int = 16_384,
         *,
         fetches: bool = True,
@@ -228,6 +228,7 @@ class Returns:
         self._look_at: float | None = None
         self._reach = self.MIN_REACH
         self._landed = 0
+        self._asked_for: set[int] = set()  # at the last look
         self._popular_from = 0.0
 
     # --- the outlook
@@ -267,7 +268,7 @@ class Returns:
                 self._paused(self._of_sequence[sequence], now)
             case Resumed(sequence) if sequence in self._of_sequence:
                 self._resumed(self._of_sequence[sequence], now)
-            case Staged():
+            case Staged(block) if block in self._asked_for:
                 self._landed += 1
             case Dropped(block):
                 self._dropped(block)
@@ -285,7 +286,9 @@ class Returns:
         self._reach = min(self.MAX_REACH, max(self.MIN_REACH, self.GROWTH * self._landed + 8))
         self._landed = 0
         is_full = now - self._asked_at <= self.FULL_S
-        return [self._prediction(row, now) for row in self._wanted(is_full).tolist()]
+        predictions = [self._prediction(row, now) for row in self._wanted(is_full).tolist()]
+        self._asked_for = {prediction.block for prediction in predictions}
+        return predictions
 
     def next_wakeup(self) -> float | None:
         return self._look_at
@@ -354,11 +357,8 @@ class Returns:
         if not parent.teaches:
             return
         self._book_exposure(np.array([parent.slot]), now)
-        age = min(NUM_AGES - 1, int(np.searchsorted(AGE_EDGES, gap, side="right")) - 1)
         if gap < AGE_EDGES[-1]:
-            slot = np.array([parent.slot])
-            into = gap - AGE_EDGES[age]
-            self._expose(slot, np.array([age]), np.array([into]))
+            age = int(np.searchsorted(AGE_EDGES, gap, side="right")) - 1
             self._model.returned(int(self._slots.row[parent.slot]), age)
 
     def _branch(self, rows: Sequence[int], now: float) -> None:
@@ -421,19 +421,23 @@ class Returns:
             stream.gaps[1] if len(stream.gaps) > 1 else -1.0,
             math.exp(stream.log_gap_sum / turns) if turns else -1.0,
         )
-        row, prior = self._model.row(traits), self._model.prior_hazards(traits)
-        hazards = prior * self._model.factors(row)
-        slots.state[slot], slots.since[slot], slots.learned[slot] = IDLE, now, 0
-        slots.hazards[slot], slots.prior[slot], slots.row[slot] = hazards, prior, row
-        slots.risk[slot, 1:] = np.cumsum(hazards * np.diff(AGE_EDGES))
+        slots.state[slot], slots.since[slot], slots.booked[slot] = IDLE, now, 0.0
+        slots.row[slot], slots.prior[slot] = self._model.row(traits), self._model.prior_hazards(traits)
+        self._apply_model(np.array([slot]))
         slots.stop[slot] = stream.stop
         stream.ended_at = now
         self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
 
+    def _apply_model(self, idle: Ints) -> None:
+        """The hazards of these slots, as the model sees them now."""
+        slots = self._slots
+        slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
+        slots.risk[idle, 1:] = np.cumsum(slots.hazards[idle] * np.diff(AGE_EDGES), 1)
+
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
         self._rest(stream, stop_code("tool_use"), now)
-        self._slots.learned[stream.slot] = NUM_AGES
+        self._slots.booked[stream.slot] = AGE_EDGES[-1]
 
     def _resumed(self, stream: _Stream, now: float) -> None:
         stream.teaches = True
@@ -487,10 +491,8 @@ class Returns:
     def _refresh(self, now: float) -> None:
         if now - self._worth_at < self.LOOK_S:
             return
-        self._book_exposure(np.flatnonzero(self._slots.state == IDLE), now)
         if now - self._refit_at >= self.REFIT_S:
-            self._refit_at = now
-            self._model.refit()
+            self._refit(now)
         if self._pairs.used - self._live_pairs > self._pairs.used // 2 + 1024:
             self._weed()
         num_rows = len(self._rows)
@@ -501,6 +503,12 @@ class Returns:
         self._worth[:num_rows] = self._pairs.totals(self._slots.chance, num_rows)
         self._worth[:num_rows] += share * self._rows.popular[:num_rows]
         self._worth_at = now
+
+    def _refit(self, now: float) -> None:
+        self._refit_at = now
+        self._book_exposure(np.flatnonzero(self._slots.state == IDLE), now)
+        self._model.refit()
+        self._apply_model(np.flatnonzero(self._slots.state == IDLE))
 
     def _grow_worth(self) -> None:
         missing = len(self._rows.block) - len(self._worth)
@@ -530,25 +538,17 @@ class Returns:
         return np.asarray(self._slots.risk[slots, age_bin] + into * self._slots.hazards[slots, age_bin])
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
-        """Idle streams that grew out of an age bin since the last time teach that they did not return in it."""
+        """These idle streams did not return since the last time; those that never will are ended."""
         slots = self._slots
-        ages = now - slots.since[idle]
-        reached = np.minimum(np.searchsorted(AGE_EDGES, ages, side="right") - 1, NUM_AGES)
-        grown = np.flatnonzero(reached > slots.learned[idle])
-        if not len(grown):
-            return
-        num_bins = (reached - slots.learned[idle])[grown]
-        which = np.repeat(idle[grown], num_bins)
-        offsets = np.arange(len(which)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
-        age_bins = slots.learned[which] + offsets
-        self._expose(which, age_bins, np.diff(AGE_EDGES)[age_bins])
-        slots.learned[idle[grown]] = reached[grown]
-        for slot in idle[grown[reached[grown] == NUM_AGES]].tolist():
+        ages = np.minimum(now - slots.since[idle], AGE_EDGES[-1])
+        starts = np.maximum(AGE_EDGES[:-1], slots.booked[idle, None])
+        seconds = np.minimum(AGE_EDGES[1:], ages[:, None]) - starts
+        which, age_bins = np.nonzero(seconds > 0)
+        risks = slots.prior[idle[which], age_bins] * seconds[which, age_bins]
+        self._model.expose(slots.row[idle[which]], age_bins, risks)
+        slots.booked[idle] = np.maximum(ages, slots.booked[idle])
+        for slot in idle[ages >= AGE_EDGES[-1]].tolist():
             self._end(self._streams[slot])
-
-    def _expose(self, which: Ints, ages: Ints, seconds: Floats) -> None:
-        slots = self._slots
-        self._model.expose(slots.row[which], ages, slots.prior[which, ages] * seconds)
 
     # --- predictions
 
@@ -558,7 +558,7 @@ class Returns:
         self._grow_worth()
         worth = self._worths(np.arange(len(self._rows)))
         resident = self._rows.resident[: len(worth)] > 0
-        absent = np.flatnonzero(~resident & (worth > self.FLOOR))
+        absent = np.flatnonzero(~resident & (worth > self.FLOOR * self.window_s))
         if len(absent) > self._reach:
             absent = absent[np.argpartition(-worth[absent], self._reach)[: self._reach]]
         best = absent[np.argsort(-worth[absent], kind="stable")]
@@ -575,7 +575,7 @@ class Returns:
         worth = float(self._worths(np.array([row]))[0])
         stream = self._rows.latest[row]
         owner = NOBODY if stream is None else stream.owner
-        lasting = 1.0 - (1.0 - min(1.0, worth)) ** self.LASTING
+        lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
         return Prediction(
             int(self._rows.block[row]), None, now + self.LOOK_S, lasting, self.name, None, owner, worth
         )

@@ -21,6 +21,7 @@ from dpurt.config import load_config
 from dpurt.core.identity import ROOT_KEY, Space, chain_keys
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.errors import DeadlineExceeded, FabricError, NodeUnavailable, RemoteProtocolError
+from dpurt.transport import CurveClient
 
 WINDOW_BLOCKS = 8
 STORE_BLOCKS = 16
@@ -48,6 +49,8 @@ class Job(msgspec.Struct, kw_only=True):
     result: str
     requests: list[PlannedRequest]
     max_running: int = 64
+    timeout_s: float = 10.0
+    curve: tuple[str, str, str] | None = None  # our public and secret key, the node's public one
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -68,6 +71,7 @@ class Result(msgspec.Struct, kw_only=True):
     wrong_bytes: int = 0
     unreachable: int = 0
     lookup_s: list[float] = []
+    load_s: list[float] = []  # of each window of blocks, until its bytes were in the host's buffers
     timeline: list[tuple[float, int, int, int, int]] = []
     checksum_errors: int = 0
     bytes_pulled: int = 0
@@ -138,7 +142,10 @@ class Player:
 
     async def _load(self, name: str, first: int, count: int) -> list[LoadedBlock]:
         buffers = [memoryview(bytearray(self._payload_bytes)) for _ in range(count)]
-        return await self._client.load(name, first, buffers)
+        began = time.perf_counter()
+        loaded = await self._client.load(name, first, buffers)
+        self.result.load_s.append(time.perf_counter() - began)
+        return loaded
 
     def _compare(self, blocks: Sequence[LoadedBlock], keys: Sequence[bytes]) -> list[bool]:
         """Every byte of every block against its identity. In a thread: the loop has lookups to time."""
@@ -178,8 +185,14 @@ class Player:
 async def main(job: Job) -> Result:
     """Play one job."""
     space = load_config(job.topology).to_space(job.space)
+    curve = None if job.curve is None else CurveClient(*(key.encode() for key in job.curve))
     async with connect(
-        job.endpoint, host=job.host, spaces={job.space: space}, fabrics=[job.fabric], timeout_s=10.0
+        job.endpoint,
+        host=job.host,
+        spaces={job.space: space},
+        fabrics=[job.fabric],
+        timeout_s=job.timeout_s,
+        curve=curve,
     ) as client:
         player = Player(job, space, client)
         await player.play()

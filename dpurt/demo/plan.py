@@ -81,7 +81,9 @@ def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: floa
 def topology_of(
     plan: Plan, directory: Path, fabric: str, policy: str, port: int, socket: Path | None = None
 ) -> str:
-    """The demo node's topology, as TOML. `socket`: of a vhost-user-blk back end, in the place of a file."""
+    """The demo node's topology, as TOML. `policy`: ``dpurt``, or ``lru``, which reads on demand. `socket`: of a vhost-user-blk
+    back end, in the place of a file.
+    """
     part = plan.block_bytes // GROUPS
     device = f'kind = "file"\npath = "{directory / "flash.img"}"\nsize_bytes = {plan.store_bytes}'
     if socket is not None:
@@ -106,6 +108,7 @@ bind = "tcp://127.0.0.1:{port}"
 
 [staging]
 bytes = {plan.staging_blocks * plan.record_bytes}
+eviction = "{"predicted" if policy == "dpurt" else "lru"}"
 
 [[bdev]]
 name = "flash"
@@ -131,5 +134,5 @@ block_tokens = {BLOCK_TOKENS}
 {groups}
 {hosts}
 [prefetch]
-enabled = {"false" if policy == "none" else "true"}
+enabled = {"true" if policy == "dpurt" else "false"}
 """

@@ -18,8 +18,10 @@ BUCKETS = 60
 MIB = 1 << 20
 
 
-def as_json(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """The stable fields others script against, for all runs together, and each run's own under `runs`."""
+def as_json(plan: Plan, outcomes: Sequence[Outcome], baseline: Outcome | None = None) -> dict[str, object]:
+    """The stable fields others script against, for all runs together, and each run's own under `runs`. `lru`: the run on
+    demand beside them, if there was one, which is in no sum; `compared`: it and the run of the same fabric.
+    """
     runs = [_run_json(outcome) for outcome in outcomes]
     return {
         "requests": sum(int(run["requests"]) for run in runs),
@@ -29,7 +31,34 @@ def as_json(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, object]:
         "ledger": _summed([run["ledger"] for run in runs]),
         "scales": scales(plan),
         "runs": runs,
+        "lru": None if baseline is None else _run_json(baseline),
+        "compared": [] if baseline is None else [compared(each) for each in (baseline, outcomes[0])],
     }
+
+
+def compared(outcome: Outcome) -> dict[str, Any]:
+    """What a policy came to, as its hosts felt it: `from_dram` is of the blocks that were hits, `load_ms` of windows of blocks."""
+    staging, nvme = sum(h.staging for h in outcome.hosts), sum(h.nvme for h in outcome.hosts)
+    loads = [t for host in outcome.hosts for t in host.load_s]
+    [bdev] = [each["io"] for each in outcome.stats["bdevs"].values()]
+    return {
+        "policy": outcome.policy, "fabric": outcome.fabric, "hits": staging + nvme, "waited_for_flash": nvme,
+        "from_dram": staging / max(1, staging + nvme), "load_ms": _milliseconds(loads), "load_sum_s": round(sum(loads), 2),
+        "device_bytes_read": bdev["bytes_read"],
+    }  # fmt: skip
+
+
+def comparison(baseline: Outcome, outcome: Outcome) -> str:
+    """Both policies on the same requests, as a table."""
+    rows = [
+        f"{'policy':<8}{'hits':>9}{'from DRAM':>11}{'waited for flash':>18}{'loads p50':>12}{'p99':>11}{'read from flash':>17}"
+    ]
+    for row in (compared(baseline), compared(outcome)):
+        rows.append(
+            f"{row['policy']:<8}{row['hits']:>9,}{row['from_dram']:>11.1%}{row['waited_for_flash']:>18,}"
+            f"{row['load_ms']['p50']:>9.1f} ms{row['load_ms']['p99']:>8.1f} ms{row['device_bytes_read'] / MIB:>13,.0f} MiB"
+        )
+    return "\n".join(rows)
 
 
 def scales(plan: Plan) -> dict[str, object]:
@@ -100,7 +129,11 @@ def ledger_adds_up(stats: Mapping[str, Any]) -> bool:
 
 def lookup_ms(hosts: Sequence[Result]) -> dict[str, float]:
     """Lookup round trips as the hosts saw them."""
-    times = np.array([t for host in hosts for t in host.lookup_s]) * 1000
+    return _milliseconds([t for host in hosts for t in host.lookup_s])
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    times = np.array(seconds) * 1000
     if not len(times):
         return {"n": 0, "p50": 0.0, "p99": 0.0}
     return {
@@ -210,16 +243,41 @@ def _crash_rows(outcome: Outcome) -> list[str]:
 _COLOURS = {"staging": "#2a7f62", "nvme": "#e0a030", "missed": "#c8c8c8"}
 
 
-def write_picture(path: Path, plan: Plan, outcomes: Sequence[Outcome]) -> None:
-    """One HTML page: for each run the share of blocks from staging, from NVMe and missed, over time."""
-    charts = "\n".join(_chart(outcome) for outcome in outcomes)
+def write_picture(
+    path: Path, plan: Plan, outcomes: Sequence[Outcome], baseline: Outcome | None = None
+) -> None:
+    """One HTML page: both policies side by side, then for each run the share of blocks from staging, NVMe and missed, over time."""
+    runs = list(outcomes) if baseline is None else [baseline, *outcomes]
+    table = "" if baseline is None else _comparison_table(baseline, outcomes[0])
+    charts = "\n".join(_chart(outcome) for outcome in runs)
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in scales(plan).items())
     path.write_text(
         "<!doctype html><meta charset=utf-8><title>dpurt demo: hits over time</title>"
         "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2em auto;color:#222}"
-        "svg{width:100%;height:auto}text{font:12px system-ui}</style>"
-        f"<h1>Where blocks came from, over time</h1><p>{html.escape(facts)}</p>{charts}",
+        "svg{width:100%;height:auto}text{font:12px system-ui}"
+        "td,th{padding:.2em 1em;text-align:right;border-bottom:1px solid #ddd}</style>"
+        f"<h1>Where blocks came from, over time</h1><p>{html.escape(facts)}</p>{table}{charts}",
         encoding="utf-8",
+    )
+
+
+def _comparison_table(baseline: Outcome, outcome: Outcome) -> str:
+    head = ("policy", "hits", "from DRAM", "waited for flash", "loads p50", "loads p99", "read from flash")
+    rows = [
+        (
+            row["policy"], f"{row['hits']:,}", f"{row['from_dram']:.1%}", f"{row['waited_for_flash']:,}",
+            f"{row['load_ms']['p50']:.1f} ms", f"{row['load_ms']['p99']:.1f} ms", f"{row['device_bytes_read'] / MIB:,.0f} MiB",
+        )
+        for row in (compared(baseline), compared(outcome))
+    ]  # fmt: skip
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    return (
+        "<h2>dpurt against lru on the same requests</h2><p>Hits are blocks found on either tier; loads are of up to eight "
+        "blocks, from request to bytes in the host's buffers; lru reads from flash on demand only.</p>"
+        f"<table><tr>{titles}</tr>{cells}</table>"
     )
 
 
@@ -237,7 +295,9 @@ def _chart(outcome: Outcome) -> str:
             )
     legend = " ".join(f'<tspan fill="{colour}">&#9632;</tspan> {name} ' for name, colour in _COLOURS.items())
     end = max((t[0] for host in outcome.hosts for t in host.timeline), default=0.0)
-    title = f"{outcome.fabric} fabric" + (" with a crash in the middle" if outcome.crash else "")
+    title = f"{outcome.fabric} fabric, {outcome.policy}" + (
+        " with a crash in the middle" if outcome.crash else ""
+    )
     return (
         f"<h2>{html.escape(title)}</h2><svg viewBox='0 0 {width} {height + 24}'>{''.join(bars)}"
         f"<text x='0' y='{height + 17}'>0 s</text><text x='{width - 40}' y='{height + 17}'>{end:.0f} s</text>"

@@ -55,11 +55,14 @@ class Outcome:
     exit_code: int
     wall_s: float
     crash: Crash | None
+    policy: str = "dpurt"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How to play: over which fabric, on what kind of device, with which prefetch, and what to kill in the middle."""
+    """How to play: over which fabric, on what kind of device, with which policy (``dpurt``, ``lru``), and what to kill in the
+    middle.
+    """
 
     fabric: str
     bdev: str = "file"
@@ -107,7 +110,16 @@ def _play(
     found = None if crashed is None else _crash_outcome(way, crashed, results, stats, node.start_s)
     moved = device_bytes(stats, outside, owner) - before
     return Outcome(
-        fabric, way.bdev, results, stats, outside, moved, exit_code, time.monotonic() - began, found
+        fabric,
+        way.bdev,
+        results,
+        stats,
+        outside,
+        moved,
+        exit_code,
+        time.monotonic() - began,
+        found,
+        way.policy,
     )
 
 

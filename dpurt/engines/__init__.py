@@ -1,7 +1,7 @@
 """The only place that knows an inference engine: its KV events, its words for tiers, where it says it publishes them.
 
 `KINDS` is the table of engines; `kv_events` reads their messages, `Publisher` follows one stream of them, `Residency` enters
-it into the shared `HostTiers`. All sans-I/O.
+it into `HeldBlocks`. All sans-I/O.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Theory of operation. A live message is ``[topic, sequence, payload]``, one from 
 older engines leave the topic out there. The payload is a msgpack array ``[ts, events, rank]``. Newer engines (vLLM from 0.24,
 SGLang from 0.5.20) write an event as a map with a `type`, older ones as an array with the tag first; a batch is decoded whole
 as one or the other, and only where that fails one by one: an event of an unknown type is skipped, one that lacks what it
-must have is dropped, the others stay. Hashes are integers or bytes. What a message claims is never believed: nothing is
-allocated by a stated length, and whatever is wrong becomes a `Malformed`, never an exception.
+must have is dropped, the others stay. Hashes are integers or bytes. Token ids are decoded when somebody asks (`tokens_of`).
+What a message claims is never believed: nothing is allocated by a stated length, and whatever is wrong becomes a `Malformed`,
+never an exception.
 
 Left to others: what events mean, and whose they are.
 """
@@ -26,16 +27,16 @@ END_SEQ = b"\xff" * 8
 _FAULTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
-class BlockStored(Struct, tag_field="type", tag="BlockStored"):
+class BlockStored(Struct, tag_field="type", tag="BlockStored", gc=False):
     """Blocks now held in `medium`, each the parent of the next, below `parent_block_hash`.
 
-    `token_ids` are pairs where the engine decodes speculatively with EAGLE; none where only the hash is told. Field order is
-    that of the positional dialect.
+    `token_ids` are left as they came, for most are never looked at: see `tokens_of`. Field order is that of the positional
+    dialect.
     """
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[Token] | None
+    token_ids: Raw
     block_size: int | None
     lora_id: int | None = None
     medium: str | None = None
@@ -51,23 +52,7 @@ class BlockStored(Struct, tag_field="type", tag="BlockStored"):
     cache_salt: str | None = None
 
 
-class PairedBlockStored(Struct, tag_field="type", tag="BlockStored"):
-    """As `BlockStored`, with a pair for each token."""
-
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[tuple[Token, Token]]
-    block_size: int | None
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    cache_salt: str | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-
-
-class BlockRemoved(Struct, tag_field="type", tag="BlockRemoved"):
+class BlockRemoved(Struct, tag_field="type", tag="BlockRemoved", gc=False):
     """Blocks no longer held in `medium`."""
 
     block_hashes: list[BlockHash]
@@ -85,10 +70,6 @@ class _StoredRow(BlockStored, tag="BlockStored", array_like=True):
     pass
 
 
-class _PairedRow(PairedBlockStored, tag="BlockStored", array_like=True):
-    pass
-
-
 class _RemovedRow(BlockRemoved, tag="BlockRemoved", array_like=True):
     pass
 
@@ -97,7 +78,7 @@ class _ClearedRow(AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
     pass
 
 
-KvEvent: TypeAlias = BlockStored | PairedBlockStored | BlockRemoved | AllBlocksCleared
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
@@ -159,13 +140,30 @@ _as_any = msgspec.msgpack.Decoder(_Any)
 _event_forms: tuple[msgspec.msgpack.Decoder[KvEvent], ...] = (
     msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared),
     msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow),
-    msgspec.msgpack.Decoder(PairedBlockStored),
-    msgspec.msgpack.Decoder(_PairedRow),
 )
 _tags: tuple[msgspec.msgpack.Decoder[_MapTag | _RowTag], ...] = (
     msgspec.msgpack.Decoder(_MapTag),
     msgspec.msgpack.Decoder(_RowTag),
 )
+
+
+_tokens = msgspec.msgpack.Decoder(list[Token] | None)
+_pairs = msgspec.msgpack.Decoder(list[tuple[Token, Token]])
+
+
+def tokens_of(raw: Raw | bytes) -> list[int] | list[tuple[int, int]]:
+    """Token ids of an event: pairs where the engine decodes speculatively with EAGLE, none where only hashes are told.
+
+    ValueError for anything else.
+    """
+    try:
+        return _tokens.decode(raw) or []
+    except _FAULTS:
+        pass
+    try:
+        return _pairs.decode(raw)
+    except _FAULTS as error:
+        raise ValueError(f"token_ids: {error}") from error
 
 
 def decode_live(frames: Sequence[bytes]) -> KvBatch | Malformed:

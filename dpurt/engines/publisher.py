@@ -293,8 +293,7 @@ class Publisher:
         stats.events += len(batch.events)
         stats.skipped_events += batch.skipped
         stats.dropped_events += batch.dropped
-        for event in batch.events:
-            self.residency.apply(event)
+        self.residency.apply(batch.events)
 
     def _start_at(self, batch: KvBatch) -> None:
         """Follow a generation from this message on."""

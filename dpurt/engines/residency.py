@@ -1,15 +1,11 @@
-"""What one publisher (an engine's rank) says it holds, entered into the shared `HostTiers`.
+"""What one publisher (an engine's rank) says it holds, entered into its `HeldBlocks`.
 
-Theory of operation. Events name blocks by the engine's own hash. It is an alias, good for this publisher only: it leads to a
-place in the tree of tokens, where the block was told with its tokens, and never to bytes. A hash whose place is not known is
-in *limbo* with the tiers it was told for: it was told without tokens, or its parent is not known yet (a child may come
-first). When its place becomes known, its tiers are entered there, and whatever waited for it follows.
+Events name blocks by the engine's own hash. It is good for this publisher only, and leads to tokens, never to bytes. Tokens
+are taken as they came, and decoded when a question leads to them (`EventTokens`): most never are.
 
-So after any sequence of events each hash is in exactly the tiers the events add up to, placed or in limbo; an unplaced block
-is not found by a prompt, which is the safe side. Limbo and what waits are bounded; what falls out is counted and forgotten.
-
-What cannot be said by plain tokens (a cache salt, an image, tokens wider than the tree's, pairs) becomes a *label* of the
-block (see `HostTiers`), so that no plain prompt matches it, while its children still find their parent.
+What cannot be said by plain tokens (a cache salt, an image) becomes a *label* of its block, so that no plain prompt matches it,
+while its children still find it. Tokens wider than the space's, pairs of them, or no tokens at all where there should be some,
+become bytes that no prompt has. A LoRA has a root of its own.
 
 Left to others: order, loss and repeats of messages (`Publisher`). Single-threaded, pure.
 """
@@ -24,19 +20,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dpurt.core.host_tiers import HostTier, HostTiers
-from dpurt.engines.kv_events import (
-    AllBlocksCleared,
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    KvEvent,
-    PairedBlockStored,
-)
+from dpurt.core.held_blocks import HeldBlocks, HostTier
+from dpurt.engines.kv_events import BlockHash, BlockRemoved, BlockStored, KvEvent, tokens_of
 
-MAX_LIMBO = 1 << 17  # blocks told for a tier whose place is not known
-_SWEEP_AT = 1 << 14
-_Stored = BlockStored | PairedBlockStored
+MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
+_WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
 
 
 class Dialect(NamedTuple):
@@ -49,32 +37,22 @@ class Dialect(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Whose events these are. `roots`: the root of the tree for each LoRA name (None: the base model)."""
+    """Whose events these are. `loras`: names of adapters whose blocks are of interest."""
 
-    instance: int
     dialect: Dialect
-    roots: Mapping[str | None, int]
     block_tokens: int
     token_bytes: int = 4
-
-
-class _Waiting(NamedTuple):
-    """Blocks that wait for their parent's place."""
-
-    hashes: Sequence[BlockHash]
-    tokens: bytes
-    labels: Sequence[bytes] | None
+    loras: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
 class ResidencyStats:
-    """Counters. `passed_over`: blocks that are not ours to know, by reason."""
+    """Counters. `passed_over`: blocks that are not ours to know, by reason; `odd`: blocks no plain prompt can have."""
 
     stored: int = 0
     removed: int = 0
     cleared: int = 0
-    placed_late: int = 0
-    forgotten: int = 0  # out of limbo, for want of room
+    odd: int = 0
     passed_over: dict[str, int] = field(default_factory=dict)
 
     def pass_over(self, reason: str, blocks: int) -> None:
@@ -82,207 +60,151 @@ class ResidencyStats:
         self.passed_over[reason] = self.passed_over.get(reason, 0) + blocks
 
 
-class Residency:
-    """The aliases of one publisher."""
+class EventTokens:
+    """A `TokenCodec` for tokens as an event brings them."""
 
-    def __init__(self, engine: Engine, tiers: HostTiers) -> None:
-        self.engine = engine
-        self.stats = ResidencyStats()
-        self._tiers = tiers
+    def __init__(self, engine: Engine, stats: ResidencyStats) -> None:
+        self._block_tokens = engine.block_tokens
         self._width = engine.block_tokens * engine.token_bytes
         self._code = "i" if engine.token_bytes == 4 else "q"
-        self._alias: dict[BlockHash, int] = {}  # hash -> handle
-        self._limbo: dict[BlockHash, set[HostTier]] = {}
-        self._waiting: dict[BlockHash, dict[BlockHash, _Waiting]] = {}  # by parent, then by last block
-        self._num_waiting = 0
+        self._stats = stats
+
+    def first(self, told: bytes, count: int) -> bytes:
+        """Reads no more than the first block of a plain array."""
+        return self.blocks(first_of(told, self._block_tokens) if count > 1 else told, 1)
+
+    def blocks(self, told: bytes, count: int) -> bytes:
+        try:
+            tokens: Any = tokens_of(told)
+            packed = array(self._code, tokens).tobytes()
+        except (ValueError, OverflowError, TypeError):
+            packed = b""
+        if len(packed) == count * self._width:
+            return packed
+        self._stats.odd += count
+        return b"\xff" * (count * self._width)
+
+
+class Residency:
+    """What one publisher holds."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.stats = ResidencyStats()
+        self._codec = EventTokens(engine, self.stats)
+        self._new_held()
         self._repeats: dict[tuple[BlockHash, HostTier], int] = {}
         self._windowed: set[int] = set()  # cache groups that do not keep whole prefixes
-        self._sweep_at = _SWEEP_AT
 
-    @property
-    def in_limbo(self) -> int:
-        """Hashes whose place is not known."""
-        return len(self._limbo)
+    def _new_held(self) -> None:
+        self.held = HeldBlocks(self.engine.block_tokens * self.engine.token_bytes, self._codec)
 
-    def holds(self, block_hash: BlockHash, tier: HostTier) -> bool:
-        """Is the block placed, and held in that tier?"""
-        block = self._place(block_hash)
-        return block >= 0 and self._tiers.is_held(block, self.engine.instance, tier)
-
-    # --- events ---
-
-    def apply(self, event: KvEvent) -> None:
-        """Enter one event."""
-        if isinstance(event, BlockRemoved):
-            self._removed(event)
-        elif isinstance(event, AllBlocksCleared):
-            self.stats.cleared += 1
-            for tier in self.engine.dialect.cleared:
-                self._clear(tier)
-        else:
-            self._stored(event)
+    def apply(self, events: Sequence[KvEvent]) -> None:
+        """Enter a message's events, in order."""
+        is_full = len(self.held) > MAX_BLOCKS
+        gone: list[BlockHash] = []  # evictions come one by one, many in a row: they are entered together
+        gone_from: HostTier | None = None
+        for event in events:
+            if isinstance(event, BlockRemoved):
+                tier = self._removed_from(event)
+                if tier is not gone_from:
+                    self._remove(gone, gone_from)
+                    gone, gone_from = [], tier
+                gone += event.block_hashes
+                continue
+            self._remove(gone, gone_from)
+            gone = []
+            if isinstance(event, BlockStored):
+                self._stored(event, is_full)
+            else:
+                self.stats.cleared += 1
+                for tier in self.engine.dialect.cleared:
+                    self._clear(tier)
+        self._remove(gone, gone_from)
 
     def reset(self) -> None:
         """Nothing is known of this publisher any more."""
-        for tier in HostTier:
-            self._tiers.clear(self.engine.instance, tier)
-        self._alias.clear()
-        self._limbo.clear()
-        self._waiting.clear()
-        self._num_waiting = 0
+        self._new_held()
         self._repeats.clear()
         self._windowed.clear()
 
-    def _stored(self, event: _Stored) -> None:
-        hashes = event.block_hashes
-        tier = self._tier(event.medium, len(hashes))
-        if tier is None or self._is_windowed(event, len(hashes)):
-            return
-        self.stats.stored += len(hashes)
-        if not event.token_ids:
-            for block_hash in hashes:
-                self._note(block_hash, tier)
-            return
-        if event.block_size != self.engine.block_tokens:
-            self.stats.pass_over("block_size", len(hashes))
-        elif not hashes or len(event.token_ids) != len(hashes) * self.engine.block_tokens:
-            self.stats.pass_over("token_count", len(hashes))
-        elif event.lora_name not in self.engine.roots:
-            self.stats.pass_over("lora", len(hashes))
-        else:
-            self._place_or_wait(event, tier)
-
-    def _place_or_wait(self, event: _Stored, tier: HostTier) -> None:
-        parent_hash, hashes = event.parent_block_hash, event.block_hashes
-        tokens, labels = self._content(event)
-        if parent_hash is None:
-            parent = self.engine.roots[event.lora_name]
-        else:
-            parent = self._place(parent_hash)
-            if parent < 0:
-                self._wait(parent_hash, _Waiting(hashes, tokens, labels), tier)
-                return
-        self._enter(parent, _Waiting(hashes, tokens, labels), tier)
-
-    def _enter(self, parent: int, chain: _Waiting, tier: HostTier) -> None:
-        """Give blocks their place below `parent`, held in `tier` and whatever was in limbo; then those that waited for them."""
-        ids = self._extend(parent, chain)
-        if tier in self.engine.dialect.counted:
-            self._count_repeats(chain.hashes, ids, tier)
-        self._tiers.hold(ids, self.engine.instance, tier)
-        self._name(chain.hashes, ids)
-        if self._limbo or self._waiting:
-            self._settle(chain.hashes, ids)
-        if len(self._alias) > self._sweep_at:
-            self._sweep()
-
-    def _name(self, hashes: Sequence[BlockHash], ids: array[int]) -> None:
-        self._alias.update(zip(hashes, map(self._tiers.handle, ids), strict=True))
-
-    def _settle(self, hashes: Sequence[BlockHash], ids: array[int]) -> None:
-        """These blocks have a place now: they leave limbo, and so does, level by level, what waited for them."""
-        todo = self._leave_limbo(hashes, ids)
-        while todo:
-            parent, chain = todo.pop()
-            self.stats.placed_late += len(chain.hashes)
-            below = self._extend(parent, chain)
-            self._name(chain.hashes, below)
-            todo += self._leave_limbo(chain.hashes, below)
-            self._tiers.drop_if_unheld(below[-1])
-            self._tiers.unpin(parent)
-
-    def _leave_limbo(self, hashes: Sequence[BlockHash], ids: array[int]) -> list[tuple[int, _Waiting]]:
-        """Enter these blocks' tiers; (parent, blocks) of what waited for them, the parents pinned."""
-        waited: list[tuple[int, _Waiting]] = []
-        for block_hash, block in zip(hashes, ids, strict=True):
-            for tier in self._limbo.pop(block_hash, ()):
-                self._tiers.hold(array("i", (block,)), self.engine.instance, tier)
-            for chain in self._waiting.pop(block_hash, {}).values():
-                self._num_waiting -= 1
-                self._tiers.pin(block)
-                waited.append((block, chain))
-        return waited
-
-    def _extend(self, parent: int, chain: _Waiting) -> array[int]:
-        if chain.labels is None:
-            return self._tiers.extend(parent, chain.tokens, self._width)
-        ids = array("i")
-        for i, label in enumerate(chain.labels):
-            tokens = chain.tokens[i * self._width : (i + 1) * self._width]
-            ids.extend(self._tiers.extend(ids[-1] if ids else parent, tokens, self._width, label))
-        return ids
-
-    def _note(self, block_hash: BlockHash, tier: HostTier) -> None:
-        """A hash is also in that tier, wherever its place is."""
-        block = self._place(block_hash)
-        if block < 0:
-            self._into_limbo(block_hash, tier)
-            return
-        ids = array("i", (block,))
-        if tier in self.engine.dialect.counted:
-            self._count_repeats((block_hash,), ids, tier)
-        self._tiers.hold(ids, self.engine.instance, tier)
-
-    def _wait(self, parent_hash: BlockHash, chain: _Waiting, tier: HostTier) -> None:
-        for block_hash in chain.hashes:
-            self._note(block_hash, tier)
-        siblings = self._waiting.setdefault(parent_hash, {})
-        self._num_waiting += chain.hashes[-1] not in siblings
-        siblings[chain.hashes[-1]] = chain
-        if self._num_waiting > MAX_LIMBO:
-            oldest = self._waiting.pop(next(iter(self._waiting)))
-            self._num_waiting -= len(oldest)
-            self.stats.forgotten += len(oldest)
-
-    def _into_limbo(self, block_hash: BlockHash, tier: HostTier) -> None:
-        tiers = self._limbo.setdefault(block_hash, set())
-        if tier in tiers and tier in self.engine.dialect.counted:
-            self._repeat(block_hash, tier)
-        tiers.add(tier)
-        if len(self._limbo) > MAX_LIMBO:
-            del self._limbo[next(iter(self._limbo))]
-            self.stats.forgotten += 1
-
-    def _removed(self, event: BlockRemoved) -> None:
-        hashes = event.block_hashes
-        tier = self._tier(event.medium, len(hashes))
+    def _stored(self, event: BlockStored, is_full: bool) -> None:
+        hashes, engine = event.block_hashes, self.engine
+        tier = engine.dialect.media.get(event.medium)
+        kind, lora = event.kv_cache_spec_kind, event.lora_name
         if tier is None:
-            return
-        if event.group_idx in self._windowed:
+            self.stats.pass_over("medium", len(hashes))
+        elif kind is not None and kind not in _WHOLE_PREFIX:
             self.stats.pass_over("group", len(hashes))
+            if event.group_idx is not None:
+                self._windowed.add(event.group_idx)
+        elif lora is not None and lora not in engine.loras:
+            self.stats.pass_over("lora", len(hashes))
+        elif is_full:
+            self.stats.pass_over("too_many", len(hashes))
+        elif hashes:
+            self.stats.stored += len(hashes)
+            if tier in engine.dialect.counted:
+                self._count_repeats(hashes, tier)
+            self._enter(event, hashes, tier)
+
+    def _enter(self, event: BlockStored, hashes: list[BlockHash], tier: HostTier) -> None:
+        told, extras = bytes(event.token_ids), event.extra_keys
+        if len(told) == 1:  # nil, or an empty array
+            for block_hash in hashes:
+                self.held.note(block_hash, tier)
+        elif event.block_size != self.engine.block_tokens:
+            self.stats.pass_over("block_size", len(hashes))
+        else:
+            above = event.lora_name if event.parent_block_hash is None else event.parent_block_hash
+            if event.cache_salt or (extras is not None and any(extras)):
+                self._store_labelled(event, above, told, tier)
+            else:
+                self.held.store(above, hashes, told, tier)
+
+    def _store_labelled(
+        self, event: BlockStored, above: BlockHash | str | None, told: bytes, tier: HostTier
+    ) -> None:
+        """Blocks some of which have more than tokens: one by one."""
+        hashes, size = event.block_hashes, self.engine.block_tokens
+        try:
+            tokens = tokens_of(told)
+        except ValueError:
+            tokens = []  # so odd that no prompt has them
+        for i, block_hash in enumerate(hashes):
+            one = msgspec.msgpack.encode(tokens[i * size : (i + 1) * size])
+            self.held.store(above, [block_hash], one, tier, label_of(_extras_at(event, i)))
+            above = block_hash
+
+    def _removed_from(self, event: BlockRemoved) -> HostTier | None:
+        """The tier; None when it is of no interest."""
+        tier = self.engine.dialect.media.get(event.medium)
+        if tier is None:
+            self.stats.pass_over("medium", len(event.block_hashes))
+        elif event.group_idx in self._windowed:
+            self.stats.pass_over("group", len(event.block_hashes))
+            return None
+        return tier
+
+    def _remove(self, hashes: list[BlockHash], tier: HostTier | None) -> None:
+        if tier is None or not hashes:
             return
         self.stats.removed += len(hashes)
-        for block_hash in hashes:
-            if self._repeats and self._forget_repeat(block_hash, tier):
-                continue
-            block = self._place(block_hash)
-            if block >= 0:
-                self._tiers.release(block, self.engine.instance, tier)
-            elif block_hash in self._limbo:
-                self._leave_tier(block_hash, tier)
-
-    def _leave_tier(self, block_hash: BlockHash, tier: HostTier) -> None:
-        tiers = self._limbo[block_hash]
-        tiers.discard(tier)
-        if not tiers:
-            del self._limbo[block_hash]
+        if self._repeats:
+            hashes = [block_hash for block_hash in hashes if not self._forget_repeat(block_hash, tier)]
+        self.held.remove(hashes, tier)
 
     def _clear(self, tier: HostTier) -> None:
-        self._tiers.clear(self.engine.instance, tier)
-        for block_hash in [block_hash for block_hash, tiers in self._limbo.items() if tier in tiers]:
-            self._leave_tier(block_hash, tier)
+        self.held.clear(tier)
         for key in [key for key in self._repeats if key[1] is tier]:
             del self._repeats[key]
 
     # --- a hash told twice ---
 
-    def _count_repeats(self, hashes: Sequence[BlockHash], ids: array[int], tier: HostTier) -> None:
-        for block_hash, block in zip(hashes, ids, strict=True):
-            if self._tiers.is_held(block, self.engine.instance, tier):
-                self._repeat(block_hash, tier)
-
-    def _repeat(self, block_hash: BlockHash, tier: HostTier) -> None:
-        self._repeats[block_hash, tier] = self._repeats.get((block_hash, tier), 0) + 1
+    def _count_repeats(self, hashes: Sequence[BlockHash], tier: HostTier) -> None:
+        for block_hash in hashes:
+            if self.held.holds(block_hash, tier):
+                self._repeats[block_hash, tier] = self._repeats.get((block_hash, tier), 0) + 1
 
     def _forget_repeat(self, block_hash: BlockHash, tier: HostTier) -> bool:
         left = self._repeats.get((block_hash, tier), 0)
@@ -292,69 +214,14 @@ class Residency:
             del self._repeats[block_hash, tier]
         return left > 0
 
-    # --- what events mean ---
 
-    def _place(self, block_hash: BlockHash) -> int:
-        handle = self._alias.get(block_hash)
-        return -1 if handle is None else self._tiers.resolve(handle)
-
-    def _tier(self, medium: str | None, blocks: int) -> HostTier | None:
-        tier = self.engine.dialect.media.get(medium)
-        if tier is None:
-            self.stats.pass_over("medium", blocks)
-        return tier
-
-    def _is_windowed(self, event: _Stored, blocks: int) -> bool:
-        kind = event.kv_cache_spec_kind
-        if kind is None or kind.endswith("full_attention") or kind.startswith("mla"):
-            return False
-        if event.group_idx is not None:
-            self._windowed.add(event.group_idx)
-        self.stats.pass_over("group", blocks)
-        return True
-
-    def _content(self, event: _Stored) -> tuple[bytes, Sequence[bytes] | None]:
-        """The blocks' token bytes, and their labels if one has any."""
-        assert event.token_ids is not None
-        extras = event.extra_keys if event.extra_keys is not None and any(event.extra_keys) else None
-        salt = event.cache_salt if event.parent_block_hash is None else None
-        ids: list[Any] = event.token_ids
-        try:
-            tokens = array(self._code, ids).tobytes()
-        except (OverflowError, TypeError):  # wide tokens, or pairs
-            return self._odd_content(event, extras, salt)
-        if extras is None and not salt:
-            return tokens, None
-        return tokens, [
-            label_of(self._extras_at(event, extras, salt, i)) for i in range(len(event.block_hashes))
-        ]
-
-    def _odd_content(
-        self, event: _Stored, extras: list[list[object] | None] | None, salt: str | None
-    ) -> tuple[bytes, Sequence[bytes]]:
-        """Blocks whose tokens the tree cannot hold: no tokens, and a label made from them."""
-        assert event.token_ids is not None
-        step = self.engine.block_tokens
-        labels = [
-            label_of([event.token_ids[i * step : (i + 1) * step], *self._extras_at(event, extras, salt, i)])
-            for i in range(len(event.block_hashes))
-        ]
-        return bytes(self._width * len(labels)), labels
-
-    @staticmethod
-    def _extras_at(
-        event: _Stored, extras: list[list[object] | None] | None, salt: str | None, at: int
-    ) -> list[object]:
-        """What a block has besides its tokens and the LoRA, which has a root of its own."""
-        own = (extras[at] if extras is not None and at < len(extras) else None) or []
-        found = [extra for extra in own if extra != event.lora_name]
-        return [salt, *found] if salt and at == 0 and salt not in found else found
-
-    def _sweep(self) -> None:
-        """Let go of the aliases of blocks that are no more."""
-        resolve = self._tiers.resolve
-        self._alias = {name: handle for name, handle in self._alias.items() if resolve(handle) >= 0}
-        self._sweep_at = max(_SWEEP_AT, 2 * len(self._alias))
+def _extras_at(event: BlockStored, at: int) -> list[object]:
+    """What a block has besides its tokens and the LoRA, which has a root of its own."""
+    extras = event.extra_keys
+    own = (extras[at] if extras is not None and at < len(extras) else None) or []
+    found = [extra for extra in own if extra != event.lora_name]
+    salt = event.cache_salt if at == 0 and event.parent_block_hash is None else None
+    return [salt, *found] if salt and salt not in found else found
 
 
 def label_of(extras: Sequence[object]) -> bytes:
@@ -362,3 +229,18 @@ def label_of(extras: Sequence[object]) -> bytes:
     if not extras:
         return b""
     return hashlib.blake2b(msgspec.msgpack.encode(extras), digest_size=16, person=b"dpurt.label").digest()
+
+
+# bytes of a msgpack integer by its first byte; what is none is left to the decoder
+_SIZES = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, **dict.fromkeys(range(0x80), 1)}
+
+
+def first_of(raw: bytes, count: int) -> bytes:
+    """An array of the first `count` of a msgpack array of non-negative integers; the array as it is where it is none."""
+    start = at = {0xDC: 3, 0xDD: 5}.get(raw[0], 1)
+    for _ in range(count):
+        size = _SIZES.get(raw[at]) if at < len(raw) else None
+        if size is None:
+            return raw
+        at += size
+    return b"\xdd" + count.to_bytes(4, "big") + raw[start:at]

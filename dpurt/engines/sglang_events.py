@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from dpurt.core.host_tiers import HostTier
+from dpurt.core.held_blocks import HostTier
 from dpurt.engines.residency import Dialect
-from dpurt.engines.sources import Source, checked, from_here
+from dpurt.engines.sources import MAX_RANKS, Source, checked, from_here
 from dpurt.errors import RemoteProtocolError
 
 DISCOVERY_PATH = "/server_info"
@@ -62,5 +62,5 @@ def sources(body: bytes, host: str) -> list[Source]:
             topic=told.topic,
             block_tokens=told.block_size,
         )
-        for rank in range(min(told.dp_size, 1024))
+        for rank in range(min(told.dp_size, MAX_RANKS + 1))
     )

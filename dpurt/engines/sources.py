@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from dpurt.core.host_tiers import MAX_INSTANCES
 from dpurt.errors import RemoteProtocolError
 
+MAX_RANKS = 1024  # of one engine
 _ANY = frozenset({"*", "0" + ".0.0.0", "[::]", "::", ""})  # an address to listen on, not to go to
 
 
@@ -33,10 +33,8 @@ def from_here(endpoint: str, host: str) -> str:
 def checked(found: Iterable[Source]) -> list[Source]:
     """The sources in order of rank. RemoteProtocolError for what is no endpoint, or too many."""
     sources = sorted(found, key=lambda source: source.rank)
-    if len(sources) > MAX_INSTANCES:
-        raise RemoteProtocolError(
-            "malformed", f"{len(sources)} ranks are more than the {MAX_INSTANCES} an index has room for"
-        )
+    if len(sources) > MAX_RANKS:
+        raise RemoteProtocolError("malformed", f"{len(sources)} ranks are more than {MAX_RANKS}")
     for source in sources:
         for endpoint in (source.events, source.replay):
             if endpoint is not None and not _is_endpoint(endpoint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dpurt.core.host_tiers import HostTier
+from dpurt.core.held_blocks import HostTier
 from dpurt.engines.residency import Dialect
 from dpurt.engines.sources import Source, checked, from_here
 from dpurt.errors import RemoteProtocolError

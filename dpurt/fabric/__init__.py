@@ -224,6 +224,11 @@ class Endpoint(Protocol):
         would."""
         ...
 
+    def keep(self, memory: memoryview) -> None:
+        """Register memory of this host for the life of the link: pulls into it and stores from it then cost no registration of
+        their own. Writable memory that outlives the link. Nothing to do where the fabric registers none. Raises RdmaLimit."""
+        ...
+
     def landing(self, size: int) -> MemoryRegion:
         """Make and offer a landing region the node may push into. Synchronous; usable in a control message at
         once.

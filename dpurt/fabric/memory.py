@@ -180,6 +180,9 @@ class MemoryEndpoint:
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
         return self._fabric.look(self._link, region_id, offset, length)
 
+    def keep(self, memory: memoryview) -> None:
+        """See `Endpoint.keep`: no memory is registered here."""
+
     def landing(self, size: int) -> MemoryRegion:
         self._link.check_open("landing")
         region_id = next_landing_id()

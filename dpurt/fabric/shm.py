@@ -381,6 +381,9 @@ class ShmEndpoint:
         mapping = self._mapping("view", region_id, offset, length)
         return mapping.view[offset : offset + length].toreadonly()
 
+    def keep(self, memory: memoryview) -> None:
+        """See `Endpoint.keep`: no memory is registered here."""
+
     def landing(self, size: int) -> MemoryRegion:
         self._check_open("landing")
         region_id = next_landing_id()

@@ -295,6 +295,9 @@ class TcpEndpoint:
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
         return None
 
+    def keep(self, memory: memoryview) -> None:
+        """See `Endpoint.keep`: no memory is registered here."""
+
     def landing(self, size: int) -> MemoryRegion:
         self._check_open("landing")
         region_id = next_landing_id()

@@ -1,8 +1,8 @@
 """The verbs fabric, host side: an `Endpoint` that READs from and WRITEs to the node's memory, and lets it WRITE into landings.
 
 Theory of operation: see `dpurt.fabric.verbs`. Memory of a landing is registered for its life, so pulling into (or storing from)
-a landing's view costs nothing extra; any other memory is registered for the one call, which pins and unpins it: right for a
-few large buffers, dear for many small calls.
+a landing's view, or memory the host asked to `keep`, costs nothing extra; any other is registered for the one call, which pins
+and unpins it: right for a few large buffers, dear for many small calls.
 
 Each lane has a task that brings it up: connects its queue pair, sees a WRITE without bytes come through, tells the node. When it
 breaks (an error, or no progress) it is made anew, later and later if that does not help. Calls that were under way on it go on
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from dpurt.core.rails import LaneState
 from dpurt.errors import (
     FabricError,
     NodeUnavailable,
@@ -36,6 +37,7 @@ from dpurt.errors import (
     RemoteProtocolError,
 )
 from dpurt.fabric import Address, FabricStats, MemoryRegion, Piece
+from dpurt.fabric.device_region import DeviceRegion
 from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.verbs_control import (
     Ask,
@@ -63,7 +65,7 @@ from dpurt.fabric.verbs_lanes import Lane, LaneGroup
 from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
 from dpurt.rdma.device import RdmaDevice, discover, is_up, why_off
 from dpurt.rdma.endpoint import Adapter
-from dpurt.rdma.memory import Access, Registration, address_of
+from dpurt.rdma.memory import Access, DmaBufRegistration, Registration, address_of
 from dpurt.rdma.queue_pair import Opcode, QueuePair, Received, Sge, Work
 
 __all__ = ["VerbsEndpoint", "connect"]
@@ -111,6 +113,8 @@ class VerbsEndpoint:
         self._questions: dict[int, _Question] = {}
         self._asking = trio.Semaphore(MAX_ASKS)
         self._landings: dict[int, tuple[MemfdRegion, dict[Adapter, Registration]]] = {}
+        self._kept: list[dict[Adapter, Registration]] = []
+        self._device_landings: list[DmaBufRegistration] = []  # kept until the devices are closed
         self._closed: str | None = None
         self._adapters = list(dict.fromkeys(lane.adapter for lane in lanes))
         self._scratch = {adapter: _scratch(adapter) for adapter in self._adapters}
@@ -119,7 +123,7 @@ class VerbsEndpoint:
             int, QueuePair
         ] = {}  # by number: to replace a broken one, until the node has its own
         self.lanes = LaneGroup(lanes, self._broke)
-        self._up_at = math.inf  # the last time a lane was up, once one was
+        self._up_at = math.inf  # when the last lane that was up broke; at first, when the link was made
         for lane in lanes:
             self.lanes.take(lane, self._prepared(lane))
 
@@ -166,6 +170,20 @@ class VerbsEndpoint:
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
         return None
 
+    def keep(self, memory: memoryview) -> None:
+        """See `Endpoint.keep`. Takes as long as the device takes to pin it."""
+        self._check_open("keep")
+        address, length = address_of(memory), memory.nbytes
+        made: dict[Adapter, Registration] = {}
+        try:
+            for adapter in self._adapters:
+                made[adapter] = adapter.register(address, length, Access.LOCAL_WRITE, memory)
+        except RdmaLimit:
+            for registration in made.values():
+                registration.close()
+            raise
+        self._kept.append(made)
+
     def landing(self, size: int) -> MemoryRegion:
         """See `Endpoint.landing`. Raises RdmaLimit when it cannot be registered."""
         self._check_open("landing")
@@ -191,6 +209,26 @@ class VerbsEndpoint:
         }
         self._control.post(Landing(region_id, region.size, runs))
         return region
+
+    def land_on(self, region: DeviceRegion) -> None:
+        """Offer device memory the node may push into, for as long as this endpoint is open. Raises RdmaLimit where the NIC
+        cannot register it. Its `region_id` must be one of `next_landing_id`'s. UNTRIED on a device that can.
+        """
+        self._check_open("landing")
+        made: dict[Adapter, DmaBufRegistration] = {}
+        access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+        try:
+            for adapter in self._adapters:
+                made[adapter] = DmaBufRegistration(adapter, region.fd, region.offset, region.size, access)
+        except RdmaLimit:
+            for registration in made.values():
+                registration.close()
+            raise
+        runs = {
+            lane.rail: [Run(region.offset, region.size, made[lane.adapter].rkey)] for lane in self.lanes.lanes
+        }
+        self._device_landings += made.values()
+        self._control.post(Landing(region.region_id, region.size, runs))
 
     async def aclose(self) -> None:
         self._close("closed by the host")
@@ -276,9 +314,14 @@ class VerbsEndpoint:
 
     async def _wait(self, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         if self._closed or not any(queue_pair.is_usable for queue_pair in asked.values()):
-            failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
-            raise QueuePairError(self._control.peer, "closed", failures)
+            raise self._all_broke(asked)
         await question.changed.wait()
+
+    def _all_broke(self, asked: Mapping[int, QueuePair]) -> QueuePairError:
+        failures = "; ".join(queue_pair.failure for queue_pair in asked.values())
+        return QueuePairError(
+            self._control.peer, "closed", f"every lane that was asked for broke: {failures}"
+        )
 
     async def _move(
         self,
@@ -310,11 +353,12 @@ class VerbsEndpoint:
                 if lane.queue_pair is asked[index] and lane.is_usable:
                     works[index] = aligned(opcode, sges_of(local[lane.adapter], spans), granted)
             if not works:
-                raise QueuePairError(self._control.peer, "closed", "every lane that was granted broke")
+                raise self._all_broke(asked)
             return await self.lanes.carry(works, None if is_pull else number, deadline)
 
     def _known(self, adapter: Adapter) -> list[Registration]:
-        return [registrations[adapter] for _, registrations in self._landings.values()]
+        landings = [registrations for _, registrations in self._landings.values()]
+        return [registrations[adapter] for registrations in (*landings, *self._kept)]
 
     # --- lanes ---
 
@@ -337,8 +381,7 @@ class VerbsEndpoint:
         if lane.is_usable:
             await self._prove(lane)
         while self._closed is None:
-            while state.is_up:
-                await self._changed.wait()
+            await self._while_up(state)
             self._stats.errors += 1
             if not policy.any_up() and trio.current_time() - self._up_at > REJOIN_S:
                 self._broken(f"no lane passes bytes; the last: {state.last_failure}")
@@ -347,6 +390,12 @@ class VerbsEndpoint:
             await trio.sleep_until(state.retry_at)
             if await self._rejoin(lane):
                 await self._prove(lane)
+
+    async def _while_up(self, state: LaneState) -> None:
+        if state.is_up:
+            while state.is_up:
+                await self._changed.wait()
+            self._up_at = trio.current_time()
 
     async def _prove(self, lane: Lane) -> None:
         """A WRITE without bytes is answered by the peer's device if there is a way to it."""
@@ -357,7 +406,6 @@ class VerbsEndpoint:
             queue_pair.fail(str(error))
             return
         self.lanes.up(lane)
-        self._up_at = trio.current_time()
         self._control.post(Ready(lane.index))
         self._change()
 
@@ -377,17 +425,22 @@ class VerbsEndpoint:
         with trio.move_on_after(REJOIN_S):
             while offered.number in self._offered and self._closed is None:
                 await self._changed.wait()
-        if self._offered.pop(offered.number, None) is not None:
-            offered.destroy()
-            self.lanes.policy.broke(
-                lane.index, "the node did not replace a broken queue pair", trio.current_time()
-            )
-            return False
-        self.lanes.take(lane, offered)
-        return offered.is_usable
+        self._offered.pop(offered.number, None)
+        if offered.is_usable:
+            self.lanes.take(lane, offered)
+            return True
+        why = offered.failure or "the node did not replace a broken queue pair"
+        offered.destroy()
+        self.lanes.policy.broke(lane.index, why, trio.current_time())
+        return False
 
     async def _far_end_broke(self, number: int) -> None:
         """Our end may have the better reason on its way: give it a moment."""
+        offered = self._offered.pop(number, None)
+        if offered is not None:
+            offered.fail("the node could not replace it")
+            self._change()
+            return
         await trio.sleep(FAR_END_S)
         for lane in self.lanes.lanes:
             if lane.queue_pair is not None and lane.queue_pair.number == number and lane.is_usable:
@@ -532,7 +585,7 @@ async def connect(address: Address, session: int, token: bytes, deadline: float)
         except BaseException:
             control.close()
             raise
-    raise NodeUnavailable(where, "no answer before the deadline")
+    raise NodeUnavailable(where, "no answer, or no bytes through any rail, before the deadline")
 
 
 def paired(rails: Sequence[str], devices: Sequence[RdmaDevice]) -> list[tuple[str, RdmaDevice]]:

@@ -96,6 +96,7 @@ class LaneGroup:
 
     def choose(self, num_bytes: int) -> list[Lane]:
         """The lanes for a transfer of this size. Raises QueuePairError when none is up."""
+        self.policy.fade(trio.current_time())
         chosen = [self.lanes[index] for index in self.policy.choose(num_bytes)]
         if not chosen:
             raise QueuePairError("the peer", "closed", "no lane is up")
@@ -213,7 +214,10 @@ class LaneGroup:
         """Put lanes that make no progress into error. Costs nothing while nothing is under way."""
         while len(self.lanes) > 1:
             await self._busy.wait()
+            began = trio.current_time()
             await trio.sleep(WATCH_S)
+            if trio.current_time() - began > 2 * WATCH_S:
+                continue  # it was this process that made no progress: what has arrived may not be looked at yet
             for index in self.policy.stalled(trio.current_time()):
                 queue_pair = self.lanes[index].queue_pair
                 if queue_pair is not None:

@@ -43,6 +43,7 @@ from dpurt.fabric.verbs_control import (
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
 from dpurt.fabric.verbs_memory import NodeRail
 from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
+from dpurt.rdma.device import is_up
 from dpurt.rdma.memory import Access, Registration, Segment, Window, address_of
 from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, QueuePairAddress, Received
 
@@ -196,7 +197,9 @@ class VerbsLink:
         made: list[QueuePair] = []
         try:
             for lane, offer in zip(lanes, join.lanes, strict=True):
-                made.append(self._connect(lane, offer.queue_pair))
+                made.append(self._made(lane, offer.queue_pair))
+                self._try_to_connect(made[-1], offer.queue_pair, is_only=len(lanes) == 1)
+                self._group.take(lane, made[-1])
         except BaseException:
             for queue_pair in made:
                 queue_pair.on_failed = lambda: None
@@ -204,8 +207,17 @@ class VerbsLink:
             raise
         return made
 
-    def _connect(self, lane: Lane, peer: QueuePairAddress) -> QueuePair:
-        """A new queue pair for the lane. Raises RdmaLimit, QueuePairError."""
+    @staticmethod
+    def _try_to_connect(queue_pair: QueuePair, peer: QueuePairAddress, *, is_only: bool) -> None:
+        """A rail without a way to the host leaves its lane down; the host will ask for it again."""
+        try:
+            queue_pair.connect(peer)
+        except QueuePairError:
+            if is_only:
+                raise
+
+    def _made(self, lane: Lane, peer: QueuePairAddress) -> QueuePair:
+        """A new queue pair for the lane, to be connected to `peer`. Raises RdmaLimit, QueuePairError."""
         made = lane.adapter.queue_pair(
             send_depth=self._limits.send_depth,
             receive_depth=self._limits.max_asks,
@@ -215,14 +227,11 @@ class VerbsLink:
             made.prepare()
             for _ in range(self._limits.max_asks):
                 self._expect_immediate(lane, made)
-            made.connect(peer)
         except BaseException:
             made.destroy()
             raise
         self._far_numbers[lane.index] = peer.number
         self._windows[lane.index] = set()
-        assert self._group is not None
-        self._group.take(lane, made)
         return made
 
     def _expect_immediate(self, lane: Lane, queue_pair: QueuePair) -> None:
@@ -297,7 +306,19 @@ class VerbsLink:
         self._close_windows(lane.index)
         if lane.queue_pair is not None:
             await lane.queue_pair.aclose("replaced by the host")
-        made = self._connect(lane, message.queue_pair)
+        try:
+            if not is_up(
+                lane.adapter.device
+            ):  # connecting would hold up the loop until it knows that there is no way
+                raise QueuePairError(self._control.peer, "closed", "the rail's port is down")
+            made = self._made(lane, message.queue_pair)
+            made.connect(message.queue_pair)
+        except (RdmaLimit, QueuePairError) as error:
+            self._rail(lane).stats.last_failure = str(error)
+            self._control.post(Broken(message.queue_pair.number))
+            return
+        assert self._group is not None
+        self._group.take(lane, made)
         self._node.stats.errors += 1
         self._rail(lane).stats.rejoins += 1
         self._control.post(Rejoined(message.queue_pair.number, made.address))

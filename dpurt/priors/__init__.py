@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from hashlib import blake2b
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from dpurt.core.return_model import Forest
 
-__all__ = ["load_forest", "shipped_returns"]
+__all__ = ["digest_of", "load_forest", "shipped_returns"]
 
 
 @functools.cache
@@ -18,6 +19,16 @@ def shipped_returns() -> Forest:
     """The prior for the return of conversations that the package ships."""
     with as_file(files(__name__) / "returns.npz") as path:
         return load_forest(path)
+
+
+def digest_of(prior: Forest | None) -> str:
+    """Sixteen hexadecimal digits that tell priors apart; empty for none."""
+    if prior is None:
+        return ""
+    digest = blake2b(f"{prior.base!r}{sorted(prior.stops)!r}".encode(), digest_size=8)
+    for array in (prior.features, prior.thresholds, prior.leaves):
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def load_forest(path: Path) -> Forest:

@@ -19,7 +19,7 @@ _NAMES = {
     "addr": ("GID", "AHAttr", "GlobalRoute"),
     "cq": ("CQ", "CompChannel"),
     "device": ("Context", "get_device_list"),
-    "mr": ("MR", "MW", "MWBindInfo"),
+    "mr": ("DmaBufMR", "MR", "MW", "MWBindInfo"),
     "pd": ("PD",),
     "pyverbs_error": ("PyverbsError", "PyverbsRDMAError"),
     "qp": ("QP", "QPAttr", "QPCap", "QPInitAttr"),

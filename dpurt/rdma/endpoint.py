@@ -28,7 +28,15 @@ import trio
 from dpurt.errors import RdmaLimit, RdmaUnavailable
 from dpurt.rdma.binding import verbs
 from dpurt.rdma.device import RdmaDevice
-from dpurt.rdma.memory import Access, Registration, Window, allocate_mr, allocate_window, refused
+from dpurt.rdma.memory import (
+    Access,
+    Registration,
+    Window,
+    allocate_dmabuf_mr,
+    allocate_mr,
+    allocate_window,
+    refused,
+)
 from dpurt.rdma.queue_pair import QueuePair
 
 __all__ = ["Adapter", "AdapterStats"]
@@ -215,6 +223,11 @@ class Adapter:
 
     def make_mr(self, address: int, length: int, access: Access) -> Any:
         made = allocate_mr(self.pd, self.device, address, length, access)
+        self.stats.regions += 1
+        return made
+
+    def make_dmabuf_mr(self, fd: int, offset: int, length: int, access: Access) -> Any:
+        made = allocate_dmabuf_mr(self.pd, self.device, fd, offset, length, access)
         self.stats.regions += 1
         return made
 

@@ -26,7 +26,7 @@ from dpurt.rdma.device import RdmaDevice, memlock_bytes
 if TYPE_CHECKING:
     from dpurt.rdma.endpoint import Adapter
 
-__all__ = ["Access", "Chunk", "Registration", "Segment", "Window", "address_of"]
+__all__ = ["Access", "Chunk", "DmaBufRegistration", "Registration", "Segment", "Window", "address_of"]
 
 _PAGE = 4096
 _MW_TYPE_2 = 2
@@ -122,6 +122,27 @@ class Registration:
         self._owner = None
 
 
+class DmaBufRegistration:
+    """`length` bytes at `offset` of a dma-buf, for a peer to write. Untried on a device that can do it."""
+
+    def __init__(self, adapter: Adapter, fd: int, offset: int, length: int, access: Access) -> None:
+        self.address = offset  # what the peer calls its first byte
+        self.length = length
+        self._adapter = adapter
+        self._handle = adapter.make_dmabuf_mr(fd, offset, length, access)
+
+    @property
+    def rkey(self) -> int:
+        key: int = self._handle.rkey
+        return key
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._handle is not None:
+            self._adapter.forget_mr(self._handle)
+            self._handle = None
+
+
 class Window:
     """A type-2 memory window; unbound until a queue pair has carried out a `Bind` of it, which also sets `rkey`."""
 
@@ -171,6 +192,19 @@ def allocate_mr(pd: Any, device: RdmaDevice, address: int, length: int, access: 
         return v.MR(pd, length, int(access), address)
     except v.PyverbsError as error:
         raise refused(device, f"registering {length} bytes", error) from error
+
+
+def allocate_dmabuf_mr(pd: Any, device: RdmaDevice, fd: int, offset: int, length: int, access: Access) -> Any:
+    v = verbs()
+    try:
+        return v.DmaBufMR(pd, length, int(access), fd, offset)
+    except v.PyverbsError as error:
+        number = getattr(error, "error_code", 0)
+        raise RdmaLimit(
+            device.name,
+            f"registering {length} bytes of device memory (dma-buf) refused: {errno.errorcode.get(number, error)}",
+            "take a NIC and a kernel driver that can pin dma-bufs, or a landing in host memory",
+        ) from error
 
 
 def allocate_window(pd: Any, device: RdmaDevice) -> Any:

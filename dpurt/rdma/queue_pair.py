@@ -428,6 +428,9 @@ def _request(make: Callable[..., Any], local: Sge, **params: object) -> Any:
         element.close()
 
 
+_NOWHERE = (Sge(0, 0, 0),)
+
+
 class _Requests:
     """A chain of pyverbs work requests, made from its end: each points to the next."""
 
@@ -442,13 +445,15 @@ class _Requests:
         self.first = make(work, wr_id, flags)  # type: ignore[arg-type]
 
     def _move(self, work: Work, wr_id: int, flags: int) -> Any:
-        elements = [self._v.SGE(sge.address, sge.length, sge.lkey) for sge in work.local]
+        elements = [self._v.SGE(sge.address, sge.length, sge.lkey) for sge in work.local or _NOWHERE]
         self._made += elements
         request = self._v.SendWR(
-            wr_id=wr_id, opcode=int(work.opcode), num_sge=len(elements), sg=elements or None, send_flags=flags,
+            wr_id=wr_id, opcode=int(work.opcode), num_sge=len(elements), sg=elements, send_flags=flags,
             imm_data=socket.htonl(work.immediate), next_wr=self.first,
         )  # fmt: skip
         self._made.append(request)
+        if not work.local:
+            request.num_sge = 0  # pyverbs makes none without an element
         if work.opcode is not Opcode.SEND:
             request.set_wr_rdma(work.rkey, work.remote_address)
         return request

@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     for target in (args.json, args.html):
         if target is not None and target != "-":
             check_writable(Path(target))
-    if is_attention(args.file):
-        return attention_cli.run(args)
     if args.verify:
         return _verify(args)
+    if is_attention(args.file):
+        return attention_cli.run(args)
     policies = policies_named(args.policy or ",".join(POLICIES))
     reading = reading_of(args)
     trace = read_trace(args.file, reading)

@@ -22,7 +22,9 @@ from dpurt.core.eviction import EvictionPolicy, make_policy
 from dpurt.core.ledger import Totals
 from dpurt.core.prefetch import Command, Fetch, PrefetchCore
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
+from dpurt.core.return_model import Forest
 from dpurt.errors import ConfigError
+from dpurt.priors import digest_of, shipped_returns
 from dpurt.replay.recording import Recording
 from dpurt.wire import recording as r
 
@@ -150,7 +152,7 @@ class _Replay:
         self._lines = recording.lines
         self._view = _TapeView(self._compare_price)
         setup = PrefetchSetup(**msgspec.structs.asdict(header.prefetch))
-        predictors = setup.make_predictors() if header.has_prefetch else []
+        predictors = setup.make_predictors(_prior_of(recording)) if header.has_prefetch else []
         outlook = outlook_of(predictors)
         self.core: PrefetchCore | None = setup.build(predictors, self._view) if header.has_prefetch else None
         self._predictors = header.prefetch.predictors
@@ -225,6 +227,17 @@ class _Replay:
         if made != recorded:
             raise _Differs(f"the policy's {kind} is {made}; recorded: {recorded}")
         self.decisions[kind] += 1
+
+
+def _prior_of(recording: Recording) -> Forest | None:
+    """What the predictors knew beforehand. ConfigError when this dpurt knows something else."""
+    prior = shipped_returns() if recording.header.prior else None
+    if digest_of(prior) != recording.header.prior:
+        raise ConfigError(
+            str(recording.path),
+            "expected a recording of a dpurt with this one's prior for conversations' returns",
+        )
+    return prior
 
 
 def _answers_after(lines: Sequence[r.Line], index: int) -> list[r.Answer | r.Price]:

@@ -87,7 +87,7 @@ class Scenario:
     prefetch_queue_depth: int = 4
     prefetch_share: float = 0.5
     hint_lead_s: float = 0.0
-    min_probability: float = 0.05
+    min_probability: float = 0.02
     horizon_s: float = 120.0
     warmup_share: float = 0.0
     seed: int = 0
@@ -595,6 +595,7 @@ class _Run:
             "span_s": self.requests[-1].timestamp_s - self.requests[0].timestamp_s if self.requests else 0.0,
             "capacity_blocks": self.capacity,
             **asdict(self.scenario),
+            "pauses_s": list(self.scenario.pauses_s),  # as it comes back from JSON
             "summary": self.policy.summary,
             "eviction": self.policy.eviction,
             "predictors": list(self.policy.predictors),

@@ -175,7 +175,7 @@ def _strings(path: Path) -> Iterator[str]:
 def _vocabulary() -> frozenset[bytes]:
     tags = [kind.__struct_config__.tag for kind in (*get_args(r.Line), r.RankedLine)]
     fields = [name for kind in (r.Header, r.Prefetch, r.Pool, r.Device) for name in kind.__struct_fields__]
-    lists = [get_args(closed) for closed in (r.Where, r.Status, r.Failure, r.Why)]
+    lists = [get_args(closed) for closed in (r.Where, r.Status, r.Failure, r.Why, r.Op)]
     words = [*tags, *fields, *r.REASONS, *r.NUMBERS, *(word for each in lists for word in each)]
     return frozenset(
         str(word).encode() for word in (*words, *POLICIES, *get_args(Predictor), *DEVICE_KINDS, r.FORMAT)

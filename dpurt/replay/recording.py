@@ -100,9 +100,7 @@ class _Seen:
     prompt_blocks: int
     prompt_tokens: int
     blocks: list[int]
-    loaded_at: float
     prefilled_at: float
-    stored: set[int] = field(default_factory=set)
     finished_at: float | None = None
     reason: str = ""
 
@@ -117,13 +115,10 @@ class _Requests:
                 self._arrived(line)
             case r.StoredLine(now, sequence, blocks) if sequence in self.by_sequence:
                 seen = self.by_sequence[sequence]
-                new = [block for block in blocks if block not in set(seen.blocks)]
-                seen.blocks += new
-                seen.stored.update(new)
+                seen.blocks += [block for block in blocks if block not in set(seen.blocks)]
                 seen.prefilled_at = now
             case r.DemandedLine(now, _, sequence) if sequence in self.by_sequence:
-                seen = self.by_sequence[sequence]
-                seen.loaded_at = seen.prefilled_at = now
+                self.by_sequence[sequence].prefilled_at = now
             case r.FinishedLine(now, sequence) | r.GoneLine(now, sequence) if sequence in self.by_sequence:
                 seen = self.by_sequence[sequence]
                 seen.finished_at = now
@@ -136,7 +131,7 @@ class _Requests:
         seen = self.by_sequence.get(line.sequence)
         if seen is None:
             self.by_sequence[line.sequence] = _Seen(
-                line.heard, line.prompt_blocks, line.prompt_tokens, list(line.blocks), line.heard, line.heard
+                line.heard, line.prompt_blocks, line.prompt_tokens, list(line.blocks), line.heard
             )
         elif len(line.blocks) > len(seen.blocks):
             seen.blocks = list(line.blocks)
@@ -191,11 +186,10 @@ def scenario_of(recording: Recording, base: Scenario = BASE) -> Scenario:
     requests = requests_of(recording)
     distinct = len({block for request in requests for block in request.blocks})
     slots = sum(pool.slots for pool in recording.header.pools)
-    hosts, prefill = _pace(recording)
     scenario = replace(
         base,
-        hosts=hosts,
-        prefill_tokens_per_s=prefill or base.prefill_tokens_per_s,
+        hosts=_hosts(recording),
+        prefill_tokens_per_s=_prefill_rate(recording) or base.prefill_tokens_per_s,
         staging_share=min(1.0, (slots + 0.5) / max(1, distinct)),
         block_tokens=_block_tokens(recording),
         block_bytes=spaces[0].record_bytes if spaces else base.block_bytes,
@@ -242,20 +236,30 @@ def host_pauses(lines: Sequence[r.Line]) -> Iterator[float]:
                 pass
 
 
-def _pace(recording: Recording) -> tuple[int, float | None]:
-    """The most requests seen in prefill at once, and the tokens a second they stored while they were, as a median."""
+def _hosts(recording: Recording) -> int:
+    """The most requests seen in prefill at once."""
     seen = _Requests()
     for line in recording.lines:
         seen.take(line)
-    requests = list(seen.by_sequence.values())
+    requests = seen.by_sequence.values()
     edges = sorted(edge for one in requests for edge in ((one.heard, 1), (one.prefilled_at, -1)))
-    at_once = max(accumulate(change for _, change in edges), default=1)
-    rates = [
-        len(one.stored) * _block_tokens(recording) / (one.prefilled_at - one.loaded_at)
-        for one in requests
-        if one.stored and one.prefilled_at > one.loaded_at
-    ]
-    return max(1, at_once), percentile(rates, 0.5) if rates else None
+    return max(1, max(accumulate(change for _, change in edges), default=1))
+
+
+def _prefill_rate(recording: Recording) -> float | None:
+    """Tokens a second at which hosts computed: from one store of a request to the next, when it loaded nothing in between."""
+    stored_at: dict[int, float] = {}
+    blocks, seconds = 0, 0.0
+    for line in recording.lines:
+        if isinstance(line, r.StoredLine):
+            since = stored_at.get(line.sequence)
+            if since is not None:
+                blocks += len(line.blocks)
+                seconds += line.now - since
+            stored_at[line.sequence] = line.now
+        elif isinstance(line, r.DemandedLine):
+            stored_at.pop(line.sequence, None)
+    return blocks * _block_tokens(recording) / seconds if seconds else None
 
 
 def measured_device(recording: Recording, base: DeviceProfile) -> DeviceProfile:

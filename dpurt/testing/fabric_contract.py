@@ -8,6 +8,7 @@ end balance. That is checked after every case."""
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -254,6 +255,23 @@ async def store_changes_the_named_ranges_and_nothing_else(rig: Rig) -> None:
         expected[stored.offset : stored.offset + len(stored.local)] = stored.local
     assert rig.bytes(ALICE_INBOUND, 0, SIZE) == expected
     assert host.stats.bytes_stored == sum(length for _, length in ranges)
+    await host.aclose()
+
+
+async def memory_that_is_kept_is_pulled_into_and_stored_from_again_and_again(rig: Rig) -> None:
+    host = await rig.open()
+    memory = memoryview(mmap.mmap(-1, 2 << 20))
+    host.keep(memory)
+    for turn in range(3):
+        at = 4096 * turn + 1
+        await host.pull([Piece(SHARED, at, LEASE, memory[at : at + 70_000])], soon())
+        assert memory[at : at + 70_000] == rig.bytes(SHARED, at, 70_000)
+        elsewhere = piece(SHARED, 5, 1000)  # kept and other memory in one batch
+        stored = Piece(ALICE_INBOUND, turn, LEASE, memory[at : at + 70_000])
+        await host.pull([elsewhere, Piece(SHARED, 5, LEASE, memory[-1000:])], soon())
+        assert elsewhere.local == memory[-1000:]
+        await host.store([stored], soon())
+        assert rig.bytes(ALICE_INBOUND, turn, 70_000) == memory[at : at + 70_000]
     await host.aclose()
 
 
@@ -758,6 +776,7 @@ CASES: tuple[Case, ...] = (
     a_batch_of_many_small_pieces_arrives_in_order,
     an_empty_batch_is_no_work,
     store_changes_the_named_ranges_and_nothing_else,
+    memory_that_is_kept_is_pulled_into_and_stored_from_again_and_again,
     push_is_in_the_landing_when_it_returns,
     pulls_and_pushes_run_at_the_same_time_on_one_link,
     links_of_two_sessions_run_side_by_side,
@@ -785,10 +804,14 @@ CASES: tuple[Case, ...] = (
 
 
 async def run_case(
-    case: Case, make_fabric: MakeFabric, traits: FabricTraits, peers: Peers | None = None
+    case: Case,
+    make_fabric: MakeFabric,
+    traits: FabricTraits,
+    peers: Peers | None = None,
+    patience_s: float = 30.0,
 ) -> None:
     """One case on a fabric of its own, in bounded time."""
-    with trio.fail_after(30):
+    with trio.fail_after(patience_s):
         async with serving(make_fabric, traits, peers) as rig:
             await case(rig)
 

@@ -166,6 +166,9 @@ class FarEndpoint:
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:
         return None
 
+    def keep(self, memory: memoryview) -> None:
+        """Nothing to keep: this memory is here, the far end's own is registered for each call."""
+
     def landing(self, size: int) -> MemoryRegion:
         head, _ = _ask_now(self._where, self._request("landing") | {"bytes": size})
         return FarRegion(head["region"], head["bytes"], self._where, self._number)

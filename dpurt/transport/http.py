@@ -1,7 +1,7 @@
-"""Just enough HTTP/1.1 for small JSON bodies between programs: a GET to an engine, and a loopback server's requests.
+"""Just enough HTTP/1.1 for small JSON bodies between programs: a GET to an engine, and a loopback server's connections.
 
-One request a connection, bodies with a length only, everything bounded in bytes; time is bounded by the caller's cancel
-scope. What does not fit raises RemoteProtocolError.
+Bodies with a length only, one request at a time, everything bounded in bytes; time is bounded by the caller's cancel scope.
+What does not fit raises RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class HttpRequest:
     method: str
     path: str
     body: bytes
+    wants_more: bool = False  # the connection is to stay open
 
 
 async def get(url: str, max_bytes: int = 4 << 20) -> bytes:
@@ -40,37 +41,48 @@ async def get(url: str, max_bytes: int = 4 << 20) -> bytes:
     try:
         async with await trio.open_tcp_stream(host, port) as stream:
             await stream.send_all(head.encode("ascii"))
-            first, fields, rest = await _read_head(stream)
+            first, fields, rest = await _read_head(stream, b"")
             status = first.split(" ")[1] if first.startswith("HTTP/1.") else ""
             if status != "200":
                 raise NodeUnavailable(url, f"answered {first!r}")
-            return await _read_body(stream, fields, rest, max_bytes, until_close=True)
+            return (await _read_body(stream, fields, rest, max_bytes, until_close=True))[0]
     except (OSError, trio.BrokenResourceError) as error:
         raise NodeUnavailable(url, str(error)) from error
 
 
-async def read_request(stream: trio.abc.ReceiveStream, max_bytes: int) -> HttpRequest:
-    """One request. RemoteProtocolError (``malformed``, ``too_large``) for anything else."""
-    first, fields, rest = await _read_head(stream)
-    words = first.split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise RemoteProtocolError("malformed", "this is no HTTP/1.1 request")
-    body = await _read_body(stream, fields, rest, max_bytes, until_close=False)
-    return HttpRequest(words[0], urlsplit(words[1]).path, body)
+class HttpConnection:
+    """The server's end of one connection: requests in, answers out, in turn."""
+
+    def __init__(self, stream: trio.abc.Stream, max_bytes: int) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+        self._left = b""  # came after the last request
+
+    async def receive(self) -> HttpRequest | None:
+        """The next request; None when the client has gone. RemoteProtocolError (``malformed``, ``too_large``) if it is none."""
+        if not self._left:
+            self._left = bytes(await self._stream.receive_some(65_536))
+            if not self._left:
+                return None
+        first, fields, rest = await _read_head(self._stream, self._left)
+        words = first.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            raise RemoteProtocolError("malformed", "this is no HTTP/1.1 request")
+        body, self._left = await _read_body(self._stream, fields, rest, self._max_bytes, until_close=False)
+        wants_more = words[2] == "HTTP/1.1" and fields.get("connection", "").lower() != "close"
+        return HttpRequest(words[0], urlsplit(words[1]).path, body, wants_more)
+
+    async def answer(self, status: int, body: bytes) -> None:
+        """A JSON answer to the last request."""
+        head = (
+            f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        await self._stream.send_all(head.encode("ascii") + body)
 
 
-def response(status: int, body: bytes) -> bytes:
-    """A JSON answer, the last of its connection."""
-    head = (
-        f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode("ascii") + body
-
-
-async def _read_head(stream: trio.abc.ReceiveStream) -> tuple[str, dict[str, str], bytes]:
-    """(first line, fields in lower case, what came after)."""
-    data = b""
+async def _read_head(stream: trio.abc.ReceiveStream, data: bytes) -> tuple[str, dict[str, str], bytes]:
+    """(first line, fields in lower case, what came after); `data` came already."""
     while b"\r\n\r\n" not in data:
         more = await stream.receive_some(8192)
         if not more or len(data) > MAX_HEAD_BYTES:
@@ -84,7 +96,8 @@ async def _read_head(stream: trio.abc.ReceiveStream) -> tuple[str, dict[str, str
 
 async def _read_body(
     stream: trio.abc.ReceiveStream, fields: dict[str, str], rest: bytes, max_bytes: int, *, until_close: bool
-) -> bytes:
+) -> tuple[bytes, bytes]:
+    """The body, and what came after it."""
     if "chunked" in fields.get("transfer-encoding", "").lower():
         raise RemoteProtocolError("malformed", "chunked bodies are not taken: send a Content-Length")
     length = fields.get("content-length", "" if until_close else "0")
@@ -103,4 +116,4 @@ async def _read_body(
             raise RemoteProtocolError("too_large", f"a body of more than {max_bytes} bytes")
     if wanted is not None and len(body) < wanted:
         raise RemoteProtocolError("malformed", "an HTTP body ended early")
-    return bytes(body[:wanted])
+    return bytes(body[:wanted]), b"" if wanted is None else bytes(body[wanted:])

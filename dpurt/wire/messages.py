@@ -37,6 +37,7 @@ Digests = Annotated[list[Digest], Meta(max_length=1 << 17)]
 BlockList = Annotated[list[Count], Meta(max_length=MAX_BLOCKS)]
 RankedList = Annotated[list[Count], Meta(max_length=MAX_RANKED)]
 IdList = Annotated[list[Id], Meta(max_length=MAX_BLOCKS)]
+RouteIntent = Literal["probe", "will_route"]
 Parts = tuple[Annotated[int, Meta(ge=0, le=128)], Annotated[int, Meta(ge=0, le=128)]]
 
 
@@ -119,7 +120,8 @@ class Lookup(Request, tag="lookup"):
 
 
 class Hint(Request, tag="hint"):
-    """What the engine knows. ``arrival`` opens a scope as ``will_load`` does, before any scheduler tick (U20).
+    """What the engine knows. ``arrival`` opens a scope as ``will_load`` does, before any scheduler tick (U20); with `need_ms`, a
+    router's hint: the engine will have the request in so long.
 
     ``pause`` / ``resume``: the sequence waits for a tool or user (`expected_ms`). ``finish`` ends the scope (`reason` e.g.
     ``end_turn``, ``tool_use``).
@@ -255,14 +257,12 @@ class Subscribe(Request, tag="subscribe"):
     """Follow the index of a space. One request, one batch (`IndexBatch`); the next one goes on from its `cursor`.
 
     Answered at once while there is something after `cursor`, else when something happens, or with an empty batch when
-    `deadline_ms` is up (that nothing happened is news too). An empty `cursor` begins with all that is here. With `hosts`
-    what GPU hosts hold is told as well. A reader that is too far behind is told so (`IndexBatch.lost`) and begins anew:
-    it holds up nobody.
+    `deadline_ms` is up (that nothing happened is news too). An empty `cursor` begins with all that is here. A reader that is
+    too far behind is told so (`IndexBatch.lost`) and begins anew: it holds up nobody.
     """
 
     space: Name
     cursor: Annotated[bytes, Meta(max_length=64)] = b""
-    hosts: bool = False
     max_blocks: Annotated[int, Meta(ge=1, le=1 << 16)] = 1 << 13
 
 
@@ -270,12 +270,14 @@ class Route(Request, tag="route"):
     """Which engine should serve this prompt? `tokens` as in `Lookup`.
 
     ``will_route`` books the work on the answer's `best`, so that the next question sees it; ``probe`` changes nothing.
+    `cache_salt`: what the engines are given as such with this prompt.
     `queued_ms`: how long work waits at each engine now, where the caller knows better than the node. `among`: only these.
     """
 
     space: Name
     tokens: Tokens
-    intent: Literal["probe", "will_route"] = "will_route"
+    intent: RouteIntent = "will_route"
+    cache_salt: Short = ""
     queued_ms: Annotated[dict[Short, Annotated[float, Meta(ge=0, le=1e9)]], Meta(max_length=64)] = {}
     among: Annotated[list[Short], Meta(max_length=64)] = []
 
@@ -447,17 +449,13 @@ class ExplainReply(Reply, tag="explain_ok"):
 
 
 class IndexChange(Struct, kw_only=True, omit_defaults=True):
-    """Blocks that are now held (`stored`), or no more: 16 bytes of `keys` each. Telling one again is harmless.
+    """Blocks that the node now holds (`stored`), or no more: 16 bytes of `keys` each. Telling one again is harmless.
 
-    By the node itself (`host` empty; all their shards are in staging or on flash), or by a GPU host's `tier` (``hbm`` |
-    ``cpu``; `host` as `RouteReply` names it). `all`: everything of that host's tier is gone, without a list.
+    Held: all shards are in staging or on flash, so a `Lookup` would count it.
     """
 
     stored: bool = False
     keys: bytes = b""
-    host: str = ""
-    tier: str = ""
-    all: bool = False
 
 
 class IndexBatch(Reply, tag="index_batch"):

@@ -9,7 +9,7 @@ Three sorts of lines:
 - what the cores were told and what they heard when they asked (`Told`, `Tick`; answers of the tiers, `Answer`; calls of an eviction
   policy, `PolicyLine`), and what they decided (`Fetched`, `Cancelled`, `Victim`, `Price`). Who feeds the same cores with
   the former gets the latter again;
-- what devices and hosts did: `Queued`, `Wanted`, `Completed`, `Taken`, `Written`;
+- what devices and hosts did: `Queued`, `Wanted`, `Completed`, `Taken`, `Written`, `Moved`, `Released`;
 - about the file: `Block` and `Space` introduce a name before its first use, `Loss` says that lines are missing here, `End`
   that no more follow.
 
@@ -83,6 +83,7 @@ Where = Literal["staging", "in_flight", "nvme", "gone"]
 Status = Literal["ok", "checksum", "stale", "error", "down", "late", "cancelled", "expired"]
 Asked = Literal["bytes", "backlog", "free"]
 NUMBERS = ("bytes", "backlog", "free")
+Op = Literal["pull", "push", "store"]
 Why = Literal["asked", "node_ended", "full"]
 Failure = Literal[
     "ok", "checksum", "stale", "error", "down", "late", "cancelled", "expired", "gone", "in_flight", "no_room"
@@ -119,7 +120,7 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 class Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The first line. `is_fresh`: the node had done nothing before, so decisions can be replayed from here. `prefetch` holds
-    where `has_prefetch`, or would.
+    where `has_prefetch`, or would; `prior` is the digest of what its predictors knew beforehand.
     """
 
     format: Literal["dpurt-recording"] = "dpurt-recording"
@@ -129,6 +130,7 @@ class Header(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     is_fresh: bool
     eviction: Word
     has_prefetch: bool
+    prior: Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
     prefetch: Prefetch
     pools: tuple[Pool, ...]
     devices: tuple[Device, ...]
@@ -420,6 +422,25 @@ class Written(_Line, frozen=True, tag="written"):
     is_ok: bool
 
 
+class Moved(_Line, frozen=True, tag="moved"):
+    """Bytes went over a link: a host pulled (part of) a block, the node pushed some, or a host wrote one it will commit. Hosts
+    that map the node's memory move theirs unseen; `Released` is then the end of it.
+    """
+
+    now: float
+    op: Op
+    block: Ref | None
+    began: float
+    num_bytes: Count
+
+
+class Released(_Line, frozen=True, tag="released"):
+    """A host gave back its right to read the block."""
+
+    now: float
+    block: Ref
+
+
 # --- about the file ---------------------------------------------------------------------------------------------------
 
 
@@ -439,7 +460,7 @@ class End(_Line, frozen=True, tag="end"):
 
 
 Line: TypeAlias = (
-    Space | Block | Told | Tick | Answer | Fetched | Cancelled | PolicyLine | Queued | Wanted | Completed | Taken
+    Space | Block | Told | Tick | Answer | Fetched | Cancelled | PolicyLine | Queued | Wanted | Completed | Taken | Moved | Released
     | Written | Loss | End
 )  # fmt: skip
 

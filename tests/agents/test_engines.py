@@ -13,63 +13,21 @@ import structlog
 import trio
 
 from dpurt.agents import engines
-from dpurt.agents.engines import BlockShape, EnginesAgent, root_name
+from dpurt.agents.engines import EnginesAgent
 from dpurt.config import EngineConfig
+from dpurt.core.identity import Geometry, LayerGroup
+from dpurt.testing.engine import FakeEngine
+from dpurt.testing.engine import stored as stored_blocks
 from dpurt.transport import ZmqSocket, http, open_context
 
 BLOCK = 4
-SHAPES = {"s": BlockShape(BLOCK, 4), "s-adapter": BlockShape(BLOCK, 4)}
-
-
-class FakeEngine:
-    """A publisher as engines have it: a PUB socket, and a ROUTER that replays what it kept."""
-
-    def __init__(self, folder: Path, name: str = "e") -> None:
-        self.events, self.replay = f"ipc://{folder}/{name}.pub", f"ipc://{folder}/{name}.replay"
-        self.sent: list[list[bytes]] = []
-        self.ts = 0.0
-        self.replays = 0
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[FakeEngine]:
-        with (
-            open_context() as context,
-            ZmqSocket(context, "PUB") as self.pub,
-            ZmqSocket(context, "ROUTER") as router,
-        ):
-            self.sent, self.ts = [], self.ts + 100.0
-            self.pub.bind(self.events)
-            router.bind(self.replay)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._serve, router)
-                yield self
-                nursery.cancel_scope.cancel()
-
-    async def _serve(self, router: ZmqSocket) -> None:
-        while True:
-            who, _, start = await router.recv()
-            self.replays += 1
-            for frames in self.sent[int.from_bytes(start, "big") :]:
-                await router.send([who, b"", *frames])
-            await router.send([who, b"", b"", b"\xff" * 8, b""])
-
-    def make(self, *events: Any) -> list[bytes]:
-        """A message that does not arrive."""
-        self.ts += 1.0
-        payload = msgspec.msgpack.encode([self.ts, list(events), 0])
-        self.sent.append([b"", len(self.sent).to_bytes(8, "big"), payload])
-        return self.sent[-1]
-
-    async def publish(self, *events: Any) -> None:
-        await self.pub.send(self.make(*events))
+GROUP = LayerGroup(name="g", num_layers=1, num_kv_heads=1, head_size=1, part_bytes=1)
+SHAPES = dict.fromkeys(("s", "s-adapter"), Geometry(block_tokens=BLOCK, groups=(GROUP,)))
 
 
 def stored(*tokens: int, **fields: Any) -> dict[str, Any]:
     """One block of a prompt of its own."""
-    return {
-        "type": "BlockStored", "block_hashes": [hash(tokens) & 0xFFFF], "parent_block_hash": None,
-        "token_ids": list(tokens), "block_size": BLOCK, "lora_id": None, "medium": "GPU", **fields,
-    }  # fmt: skip
+    return stored_blocks(tokens, BLOCK, **fields)
 
 
 def config(name: str = "e", **fields: Any) -> EngineConfig:
@@ -88,8 +46,8 @@ async def following(*configs: EngineConfig) -> AsyncIterator[EnginesAgent]:
 
 def holders(agent: EnginesAgent, *tokens: int, space: str = "s") -> list[str]:
     prompt = b"".join(token.to_bytes(4, "little") for token in tokens)
-    held = agent.tiers.held(agent.tiers.root(root_name(space, BLOCK)), prompt, 4 * BLOCK, 64)
-    return [rank.name for rank in agent.ranks.values() if held.hbm[rank.number]]
+    ranks = agent.serving(space)
+    return [one.engine for one in agent.holdings(space, ranks, prompt) if one.hbm_tokens]
 
 
 async def until_held(agent: EnginesAgent, *tokens: int, by: Sequence[str] = ("e",), space: str = "s") -> None:
@@ -143,8 +101,11 @@ async def test_ranks_are_instances_of_their_own_and_adapters_have_their_own_spac
 async def serve_http(body: bytes, paths: list[str]) -> Any:
     async def answer(stream: trio.SocketStream) -> None:
         async with stream:
-            paths.append((await http.read_request(stream, 1000)).path)
-            await stream.send_all(http.response(200, body))
+            connection = http.HttpConnection(stream, 1000)
+            request = await connection.receive()
+            assert request is not None
+            paths.append(request.path)
+            await connection.answer(200, body)
 
     return answer
 
@@ -168,7 +129,7 @@ async def test_an_engine_is_asked_where_its_ranks_publish(tmp_path: Path, kind: 
             listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
             answer = await serve_http(msgspec.json.encode(told[kind]), paths)
             nursery.start_soon(trio.serve_listeners, answer, listeners)
-            nursery.start_soon(engine._serve, router)
+            nursery.start_soon(engine.serve_replays, router)
             address = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
             engine.make(stored(1, 1, 1, 1))
             async with following(config(kind=kind.split("-")[0], discovery=address)) as agent:

@@ -92,3 +92,18 @@ async def test_the_end_of_a_link_is_told_and_expelling_ends_it() -> None:
             assert not fabric.may_still_read("tcp", session)
             await host.aclose()
         assert closed == [1, 2]
+
+
+def test_a_host_is_given_the_rails_that_lead_to_it_best_first_and_why() -> None:
+    paths = {
+        "far": [("10.0.1.1", "on the host's switch x"), ("10.0.9.9", "not served"), ("10.0.0.1", "40 Gb/s")]
+    }
+    railed = FabricAgent({}, {"far": ["verbs"], "other": ["verbs"]}, None, paths)
+    railed._addresses["verbs"] = {"host": "10.0.0.1", "port": 7, "rails": "10.0.0.1,10.0.1.1"}
+    choice = railed.choose("far", ["verbs"])
+    assert choice is not None
+    assert choice.address == {"host": "10.0.1.1", "port": 7, "rails": "10.0.1.1,10.0.0.1"}
+    assert "rail 10.0.1.1: on the host's switch x" in choice.reason
+    choice = railed.choose("other", ["verbs"])
+    assert choice is not None
+    assert choice.address["rails"] == "10.0.0.1,10.0.1.1"

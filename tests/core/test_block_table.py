@@ -133,7 +133,7 @@ def test_a_reused_id_starts_clean() -> None:
     table.remove(np.array([block], np.int32))
     assert table.parent[block] == FREE
     a_chain(table, NONE, [2], now=6.0)
-    assert table.where[block].tolist() == [0, 0, -1, -1, -1, -1]
+    assert table.where[block].tolist() == [-1, -1, -1, -1]
     assert (table.uses[block], table.pins[block], table.expires[block]) == (0, 0, np.inf)
     assert table.last_use[block] == 6.0
 

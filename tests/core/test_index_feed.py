@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dpurt.core.identity import ROOT_KEY
-from dpurt.core.index_feed import NODE, Change, Cursor, IndexFeed, read
-from dpurt.core.prefix_index import HostTier, PrefixIndex
+from dpurt.core.index_feed import Change, Cursor, IndexFeed, read
+from dpurt.core.prefix_index import PrefixIndex
 
 WIDTH = 8
-Held = set[tuple[int, int, bytes]]
+Held = set[bytes]
 
 
 def tokens(*blocks: int) -> bytes:
@@ -30,28 +29,23 @@ def keys(*blocks: int) -> list[bytes]:
     return [key(*blocks[: i + 1]) for i in range(len(blocks))]
 
 
-def truth(index: PrefixIndex, with_hosts: bool = True) -> Held:
+def truth(index: PrefixIndex) -> Held:
     live = index.table.live()
-    held: Held = {(NODE, 0, index.key(i)) for i in live[index.is_whole(live)].tolist()}
-    for tier in HostTier if with_hosts else ():
-        for host in range(3):
-            bits = index.table.where[live, tier.value] & (1 << host)
-            held |= {(host, tier.value, index.key(i)) for i in live[bits != 0].tolist()}
-    return held
+    return {index.key(block) for block in live[index.are_resident(live)].tolist()}
 
 
 class Reader:
     """Applies what it is told, as a host would."""
 
-    def __init__(self, index: PrefixIndex, max_blocks: int, with_hosts: bool = True) -> None:
-        self.index, self.max_blocks, self.with_hosts = index, max_blocks, with_hosts
+    def __init__(self, index: PrefixIndex, max_blocks: int) -> None:
+        self.index, self.max_blocks = index, max_blocks
         self.cursor: Cursor | None = None
         self.held: Held = set()
         self.is_current = False
         self.losses = 0
 
     def step(self) -> None:
-        batch = read(self.index, self.cursor, self.max_blocks, self.with_hosts)
+        batch = read(self.index, self.cursor, self.max_blocks)
         if batch is None:
             self.held, self.cursor, self.is_current = set(), None, False
             self.losses += 1
@@ -61,8 +55,7 @@ class Reader:
         self.cursor, self.is_current = batch.cursor, batch.is_current
 
     def apply(self, change: Change) -> None:
-        assert change.keys is not None
-        told = {(change.host, change.tier, change.keys[i : i + 16]) for i in range(0, len(change.keys), 16)}
+        told = {change.keys[i : i + 16] for i in range(0, len(change.keys), 16)}
         self.held = self.held | told if change.stored else self.held - told
 
     def catch_up(self) -> Held:
@@ -78,35 +71,25 @@ class Following(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(WIDTH, num_shards=2, feed=IndexFeed(capacity=24))
-        self.readers = [Reader(self.index, 1), Reader(self.index, 5), Reader(self.index, 3, with_hosts=False)]
+        self.readers = [Reader(self.index, size) for size in (1, 5, 3)]
 
     chains = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
-    @rule(chain=chains)
-    def place(self, chain: list[int]) -> None:
+    @rule(chain=chains, at_once=st.booleans())
+    def place(self, chain: list[int], at_once: bool) -> None:
         ids = self.index.insert(tokens(*chain), keys(*chain), 0, 0.0)
         for shard in range(2):
-            for block in ids.tolist():
-                if self.index.locations(np.array([block], np.int32)).slot[0, shard] < 0:
-                    self.index.set_slot(block, shard, 1)
+            missing = ids[self.index.locations(ids).slot[:, shard] < 0]
+            if at_once:
+                self.index.set_slots(missing, shard, [1] * len(missing))
+            for block in [] if at_once else missing.tolist():
+                self.index.set_slot(block, shard, 1)
 
     @rule(chain=chains, shard=st.integers(0, 1))
     def lose_shard(self, chain: list[int], shard: int) -> None:
         ids = self.index.match(tokens(*chain))
         if len(ids) and self.index.clear_slot(int(ids[-1]), shard):
             self.index.drop(int(ids[-1]), 0.0)
-
-    @rule(chain=chains, host=st.integers(0, 2), tier=st.sampled_from(HostTier))
-    def stored(self, chain: list[int], host: int, tier: HostTier) -> None:
-        self.index.host_stored(host, tier, self.index.insert(tokens(*chain), keys(*chain), 0, 0.0))
-
-    @rule(chain=chains, host=st.integers(0, 2), tier=st.sampled_from(HostTier))
-    def removed(self, chain: list[int], host: int, tier: HostTier) -> None:
-        self.index.host_removed(host, tier, self.index.match(tokens(*chain)), 0.0)
-
-    @rule(host=st.integers(0, 2), tier=st.sampled_from(HostTier))
-    def cleared(self, host: int, tier: HostTier) -> None:
-        self.index.host_cleared(host, tier, 0.0)
 
     @rule(which=st.integers(0, 2))
     def read_a_bit(self, which: int) -> None:
@@ -115,7 +98,7 @@ class Following(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def a_reader_at_the_head_knows_what_the_index_knows(self, which: int) -> None:
         reader = self.readers[which]
-        assert reader.catch_up() == truth(self.index, reader.with_hosts)
+        assert reader.catch_up() == truth(self.index)
 
     @invariant()
     def the_index_is_whole(self) -> None:
@@ -139,8 +122,7 @@ def test_a_reader_that_is_too_far_behind_is_told_so() -> None:
     reader = Reader(index, 100)
     reader.catch_up()
     for i in range(20):
-        index.insert_keys(ROOT_KEY, [key(100 + i)], 0.0)
-        index.host_stored(0, HostTier.HBM, np.array([index.get(key(100 + i))], np.int32))
+        index.set_slot(int(index.insert_keys(ROOT_KEY, [key(100 + i)], 0.0)[0]), 0, i)
     reader.step()
     assert reader.losses == 1
     assert reader.catch_up() == truth(index)
@@ -159,9 +141,9 @@ def test_a_large_index_is_read_in_pages_of_about_the_size_asked_for() -> None:
     index = index_with(50)
     cursor, sizes = None, []
     while True:
-        batch = read(index, cursor, 10, False)
+        batch = read(index, cursor, 10)
         assert batch is not None
-        sizes.append(sum(len(change.keys or b"") // 16 for change in batch.changes))
+        sizes.append(sum(len(change.keys) // 16 for change in batch.changes))
         cursor = batch.cursor
         if batch.is_current:
             break
@@ -176,9 +158,9 @@ def test_neighbouring_changes_of_one_kind_are_told_as_one() -> None:
     for i in range(3):
         index.insert_keys(ROOT_KEY, [key(i)], 0.0)
         index.set_slot(index.get(key(i)) or 0, 0, i)
-    batch = read(index, reader.cursor, 100, False)
+    batch = read(index, reader.cursor, 100)
     assert batch is not None
-    assert batch.changes == [Change(True, NODE, 0, b"".join(key(i) for i in range(3)))]
+    assert batch.changes == [Change(True, b"".join(key(i) for i in range(3)))]
 
 
 def test_a_waiter_is_woken_once_and_can_leave() -> None:
@@ -190,11 +172,11 @@ def test_a_waiter_is_woken_once_and_can_leave() -> None:
 
     feed.call_once(leaver)
     feed.forget(leaver)
-    feed.note(True, NODE, 0, key(1))
-    feed.note(True, NODE, 0, key(2))
+    feed.note(True, key(1))
+    feed.note(True, key(2))
     assert woken == ["a"]
 
 
 @pytest.mark.parametrize("seq", [-1, 1])
 def test_a_cursor_from_nowhere_is_not_followed(seq: int) -> None:
-    assert read(index_with(0), Cursor(-1, seq), 10, False) is None
+    assert read(index_with(0), Cursor(-1, seq), 10) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dpurt.core.identity import ROOT_KEY
-from dpurt.core.prefix_index import Dropped, HostTier, PrefixIndex
+from dpurt.core.prefix_index import Dropped, PrefixIndex
 
 WIDTH = 8
 Chain = tuple[str | int, ...]  # ("t" | "k", symbol, symbol, ...): by tokens or by keys
 symbols = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
-tiers = st.sampled_from(HostTier)
 
 
 def key_of(chain: Chain) -> bytes:
@@ -38,7 +37,6 @@ class Record:
     slots: list[int]
     extents: list[int]
     last_use: float
-    hosts: set[tuple[int, HostTier]] = field(default_factory=set)
     expires: float = math.inf
     pins: int = 0
     uses: int = 0
@@ -52,11 +50,11 @@ class Record:
 
     @property
     def is_nowhere(self) -> bool:
-        return not (self.has_own or self.hosts or self.pins)
+        return not (self.has_own or self.pins)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Token chains and key chains in one index, two shards, two hosts."""
+    """Token chains and key chains in one index, two shards."""
 
     num_shards = 2
 
@@ -179,6 +177,16 @@ class IndexMachine(RuleBasedStateMachine):
         self.learn(chain)
         assert [self.index.key(i) for i in ids.tolist()] == keys
 
+    @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    def insert_blocks_that_stand_alone(self, numbers: list[int]) -> None:
+        chains: list[Chain] = [("l", number) for number in numbers]
+        keys = [key_of(chain) for chain in chains]
+        ids = self.index.insert_lone(keys, self.now)
+        for chain in chains:
+            self.learn(chain)
+        assert [self.index.key(i) for i in ids.tolist()] == keys
+        assert self.index.find([*keys, key_of(("l", 99))]).tolist() == [*ids.tolist(), -1]
+
     # --- own tiers ---
 
     @precondition(lambda self: self.known)
@@ -264,7 +272,7 @@ class IndexMachine(RuleBasedStateMachine):
     def time_passes(self, by: int) -> None:
         self.now += by
 
-    # --- use and hosts ---
+    # --- use ---
 
     @rule(path=symbols, kind=st.sampled_from("tk"), skip=st.integers(0, 2))
     def touch(self, path: tuple[int, ...], kind: str, skip: int) -> None:
@@ -288,32 +296,6 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(ValueError, match="without a pin"):
                 self.index.unpin(ids, self.now)
-
-    @precondition(lambda self: self.known)
-    @rule(choices=st.lists(st.integers(0), min_size=1, max_size=4), host=st.sampled_from([0, 63]), tier=tiers)
-    def host_stores(self, choices: list[int], host: int, tier: HostTier) -> None:
-        chains = [self.pick(choice) for choice in choices]
-        self.index.host_stored(host, tier, ids_of(*map(self.block, chains)))
-        for chain in chains:
-            self.known[chain].hosts.add((host, tier))
-
-    @precondition(lambda self: self.known)
-    @rule(choices=st.lists(st.integers(0), min_size=1, max_size=4), host=st.sampled_from([0, 63]), tier=tiers)
-    def host_removes(self, choices: list[int], host: int, tier: HostTier) -> None:
-        chains = [self.pick(choice) for choice in choices]
-        ids = ids_of(*map(self.block, chains))
-        told = {c for c in chains if (host, tier) in self.known[c].hosts}
-        for chain in told:
-            self.known[chain].hosts.remove((host, tier))
-        dropped = self.index.host_removed(host, tier, ids, self.now)
-        self.check_dropped(dropped, self.forgetting(list(told), {}))
-
-    @rule(host=st.sampled_from([0, 63]), tier=tiers)
-    def host_is_cleared(self, host: int, tier: HostTier) -> None:
-        held = [c for c, record in self.known.items() if (host, tier) in record.hosts]
-        for chain in held:
-            self.known[chain].hosts.remove((host, tier))
-        self.check_dropped(self.index.host_cleared(host, tier, self.now), self.forgetting(held, {}))
 
     # --- what must hold ---
 
@@ -342,8 +324,6 @@ class IndexMachine(RuleBasedStateMachine):
             record, block = self.known[chain], int(ids[row])
             assert where.slot[row].tolist() == record.slots
             assert where.extent[row].tolist() == record.extents
-            for tier, bits in ((HostTier.HBM, where.hbm), (HostTier.CPU, where.cpu)):
-                assert int(bits[row]) == sum(1 << h for h, t in record.hosts if t is tier)
             seen = table.uses[block], table.last_use[block], table.expires[block], table.pins[block]
             assert seen == (record.uses, record.last_use, record.expires, record.pins)
 
@@ -390,29 +370,15 @@ def test_a_lost_head_takes_its_tail_with_it() -> None:
     assert tail
 
 
-def test_a_block_that_only_a_host_has_keeps_the_way_to_it_known() -> None:
+def test_a_block_that_stands_alone_may_be_known_with_a_parent_and_the_roots_key_is_none() -> None:
     index = PrefixIndex(WIDTH)
-    ids = a_resident_chain(index, (1, 2, 3))
-    index.host_stored(5, HostTier.HBM, ids_of(ids[2]))
-    dropped = index.drop(ids[0], 1.0)
-    assert not dropped.forgotten.any()
-    found = index.match(tokens_of(("t", 1, 2, 3)))
-    assert found.tolist() == ids
-    assert index.resident_prefix(found) == 0
-    assert index.locations(found).hbm.tolist() == [0, 0, 1 << 5]
-    gone = index.host_removed(5, HostTier.HBM, found[2:], 2.0)
-    assert set(gone.ids.tolist()) == set(ids)
-    assert len(index) == 0
-
-
-def test_removing_an_absent_block_does_not_stop_the_others() -> None:
-    """U14."""
-    index = PrefixIndex(WIDTH)
-    ids = ids_of(*a_resident_chain(index, (1, 2)))
-    index.host_stored(0, HostTier.CPU, ids[1:])
-    index.host_removed(0, HostTier.CPU, ids, 1.0)
-    assert index.locations(ids).cpu.tolist() == [0, 0]
-    assert len(index) == 2
+    chain = index.insert_keys(ROOT_KEY, [key_of(("k", 1)), key_of(("k", 1, 2))], 0.0)
+    ids = index.insert_lone([key_of(("k", 1, 2)), key_of(("l", 1)), key_of(("l", 1))], 0.0)
+    assert ids[0] == chain[1]
+    assert ids[1] == ids[2]
+    assert len(index) == 3
+    with pytest.raises(ValueError, match="root"):
+        index.insert_lone([ROOT_KEY], 0.0)
 
 
 def test_an_aborted_store_does_not_end_its_neighbours_that_are_in_flight() -> None:
@@ -512,12 +478,6 @@ def test_keys_that_are_no_chain_match_only_as_far_as_they_are_one() -> None:
     assert len(index.match_keys([key_of(("k", 1)), key_of(("k", 3))])) == 1
     assert len(index.match_keys([key_of(("k", 1, 2))])) == 0
     assert len(index.match_keys([])) == 0
-
-
-@pytest.mark.parametrize("host", [-1, 64])
-def test_a_host_number_without_a_bit_is_refused(host: int) -> None:
-    with pytest.raises(ValueError, match=f"host {host}"):
-        PrefixIndex(WIDTH).host_stored(host, HostTier.HBM, ids_of())
 
 
 def test_an_id_that_is_not_in_use_is_refused() -> None:

@@ -126,6 +126,16 @@ def test_a_lane_too_slow_for_even_one_stripe_is_left_out():
     assert sorted(lanes.choose(256 * MIB)) == [0, 1]
 
 
+def test_a_lane_that_was_slow_is_tried_again_after_a_while():
+    lanes = lanes_of(100 * MIB, 100 * MIB)
+    lanes.began(1, 8 * MIB, 0.0)
+    lanes.ended(1, 8 * MIB, 100.0)
+    assert lanes.choose(4 * MIB) == [0]
+    for second in range(101, 200):
+        lanes.fade(float(second))
+    assert sorted(lanes.choose(4 * MIB)) == [0, 1]
+
+
 def test_nothing_goes_to_a_lane_that_is_down():
     lanes = lanes_of(MIB, MIB)
     lanes.broke(0, "retries_exceeded", 1.0)

@@ -73,6 +73,8 @@ def test_the_demo_verifies_every_byte_and_its_books_balance(tmp_path: Path) -> N
     assert got["verified_bytes"] == (hits["staging"] + hits["nvme"]) * got["scales"]["block_bytes"]
     ledger = got["ledger"]
     assert ledger["planned"] == sum(value for name, value in ledger.items() if name != "planned")
+    assert [row["policy"] for row in got["compared"]] == ["lru", "dpurt"]
+    assert got["compared"][0]["hits"] > 0
     [run] = got["runs"]
     assert run["node_exit_code"] == 0
     assert all(host["unreachable"] == 0 for host in run["hosts"].values())

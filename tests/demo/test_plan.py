@@ -56,7 +56,7 @@ def test_blocks_of_any_size_fit_their_segments(block_bytes: int, tmp_path: Path)
     assert plan.store_bytes >= 6 * plan.segment_bytes
     assert plan.segment_bytes >= 8 * block_bytes
     path = tmp_path / "topology.toml"
-    path.write_text(topology_of(plan, tmp_path, "tcp", "none", 7571))
+    path.write_text(topology_of(plan, tmp_path, "tcp", "lru", 7571))
     assert load_config(path).bdev[0].segment_bytes == plan.segment_bytes
     assert plan.memory_bytes > (64 + 2 * 64) * block_bytes
 
@@ -64,7 +64,7 @@ def test_blocks_of_any_size_fit_their_segments(block_bytes: int, tmp_path: Path)
 def test_the_topology_is_valid_and_says_what_the_plan_says(tmp_path: Path) -> None:
     plan = plan_of(request(0, *range(10)))
     path = tmp_path / "topology.toml"
-    path.write_text(topology_of(plan, tmp_path, "tcp", "none", 7571))
+    path.write_text(topology_of(plan, tmp_path, "tcp", "lru", 7571))
     config = load_config(path)
     space = config.to_space(SPACE)
     assert space.geometry.payload_bytes == BLOCK_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,31 @@ def test_the_picture_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     assert page.count("<svg") == 1
     assert "http" not in page
     assert "src=" not in page
+
+
+def test_two_policies_are_compared_by_what_hosts_felt() -> None:
+    lru = outcome(result("a", staging=1, nvme=9, load_s=[0.5, 0.1]), result("b", staging=0, nvme=0))
+    lru = replace(lru, policy="lru")
+    ours = outcome(result("a", staging=9, nvme=1, load_s=[0.1, 0.1]))
+    text = report.comparison(lru, ours)
+    assert ["lru", "dpurt"] == [line.split()[0] for line in text.splitlines()[1:]]
+    assert "10.0%" in text
+    assert "90.0%" in text
+    got: Any = report.as_json(PLAN, [ours], lru)
+    assert [row["policy"] for row in got["compared"]] == ["lru", "dpurt"]
+    assert [row["waited_for_flash"] for row in got["compared"]] == [9, 1]
+    assert got["compared"][0]["load_ms"]["p50"] == 300.0
+    assert got["hits"]["nvme"] == 1, "the run beside is in no sum"
+    assert got["lru"]["hits"]["nvme"] == 9
+
+
+def test_without_a_run_beside_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    got: Any = report.as_json(PLAN, [outcome(result("a"))])
+    assert (got["lru"], got["compared"]) == (None, [])
+    path = tmp_path / "p.html"
+    report.write_picture(path, PLAN, [outcome(result("a"))])
+    assert "against lru" not in path.read_text()
+    report.write_picture(path, PLAN, [outcome(result("a"))], replace(outcome(result("a")), policy="lru"))
+    page = path.read_text()
+    assert "against lru" in page
+    assert page.count("<svg") == 2

@@ -407,7 +407,7 @@ async def test_numbers_at_their_limits_are_answered(tmp_path: Path) -> None:
         for hint in (
             m.Hint(request="r", kind="pause", expected_ms=last),
             m.Hint(
-                request="r", kind="decode", step=last, touched=[last, 0, 0], ranked=[3] * 4096, need_ms=last
+                request="r", kind="decode", step=last, touched=[last, 0, 0], ranked=[3] * 256, need_ms=last
             ),
             m.Hint(request="nobody", kind="decode", group=last),
         ):

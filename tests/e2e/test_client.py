@@ -16,11 +16,19 @@ from typing import Any
 import pytest
 import trio
 
-from dpurt.client import BlockingClient, Client, connect
+from dpurt.client import BlockingClient, Client, connect, trio_client
 from dpurt.client.trio_client import _address_from
 from dpurt.config import Config
 from dpurt.demo.nodes import NodeProcess
-from dpurt.errors import DeadlineExceeded, DpurtError, NodeUnavailable, RemoteProtocolError
+from dpurt.errors import (
+    DeadlineExceeded,
+    DpurtError,
+    FabricError,
+    NodeUnavailable,
+    RdmaLimit,
+    RemoteProtocolError,
+)
+from dpurt.fabric.shm import ShmEndpoint
 from dpurt.testing.node import running, small_config, small_host, spaces_of
 from dpurt.testing.node_steps import (
     PAYLOAD,
@@ -217,6 +225,28 @@ async def test_a_fabric_that_does_not_open_gives_way_to_the_next(tmp_path: Path)
         await until(lambda: not node.gateway.hosts._by_number)
 
 
+async def test_a_fabric_whose_links_break_again_and_again_gives_way_for_a_while(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node:
+        endpoint, spaces = node.gateway.endpoint, spaces_of(config)
+        async with connect(endpoint, host="host-a", spaces=spaces, fabrics=["shm", "tcp"]) as client:
+            await store(client, "w", 1, 2)
+
+            async def breaks(*_: object) -> None:
+                raise FabricError("a peer", "pull", "closed", 0, "by this test")
+
+            for attempt in range(2):
+                assert (await client.session(trio.current_time() + 5)).fabric == "shm"
+                await client.lookup("s", f"r{attempt}", tokens(1, 2))
+                assert client._session is not None
+                client._session.endpoint.pull = breaks  # type: ignore[method-assign]
+                with pytest.raises(NodeUnavailable, match="by this test"):
+                    await client.load(f"r{attempt}", 0, buffers(2))
+            assert (await client.session(trio.current_time() + 5)).fabric == "tcp"
+            assert "by this test" in client.fabric_failures["shm"]
+            assert statuses(await load(client, "again", 1, 2)) == ["ok", "ok"]
+
+
 async def test_when_no_fabric_is_left_the_first_ones_failure_is_told(tmp_path: Path) -> None:
     hosts = [small_host("host-a", fabrics=["shm"])]
     config = small_config(tmp_path / "run", host=hosts)
@@ -351,6 +381,9 @@ def test_every_call_of_the_blocking_client(tmp_path: Path, fabric: str) -> None:
         eventually(lambda: on_node(scopes_of) == 1)
         client.cancel("r")
         assert on_node(scopes_of) == 0
+        assert client.landing_zone("s", 4)
+        client.lookup("s", "z", prompt)
+        eventually(lambda: [block.source for block in client.load("z", 0, into)] == ["landing"] * 3)
 
 
 @pytest.mark.parametrize("fabric", ["shm", "tcp"])
@@ -370,6 +403,33 @@ async def test_a_block_may_lie_in_several_buffers(tmp_path: Path, fabric: str, c
         with pytest.raises(ValueError, match=f"a buffer of {PAYLOAD - 1} bytes"):
             await client.load("r", 0, [small])
         assert_books_balance(node)
+
+
+async def test_memories_are_kept_by_every_new_link_beside_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio_client, "KEEP_BYTES", 4096)
+    kept: list[tuple[int, int]] = []
+    memory = memoryview(bytearray(10_000))
+
+    def keep(endpoint: object, piece: memoryview) -> None:
+        if len(kept) == 5:
+            raise RdmaLimit("test", "max_mr is 5", "keep less")
+        kept.append((id(endpoint), len(piece)))
+
+    monkeypatch.setattr(ShmEndpoint, "keep", keep)
+    config = small_config(tmp_path / "run")
+    async with running(config) as node:
+        options = {"host": "host-a", "spaces": spaces_of(config), "fabrics": ["shm"], "memories": [memory]}
+        async with connect(node.gateway.endpoint, **options) as client:
+            await store(client, "r", 0)
+            await until(lambda: [size for _, size in kept] == [4096, 4096, 1808])
+            await client._lose_session(client._session)
+            await client.stats()
+            await until(lambda: client.fabric_failures)
+            assert len({endpoint for endpoint, _ in kept}) == 2
+            assert "max_mr" in client.fabric_failures["memories"]
+            await client.stats()
 
 
 def _cut(view: memoryview, cuts: tuple[int, ...]) -> list[memoryview]:

@@ -5,7 +5,11 @@ the file, a slow or dead disk stalls nobody, and a killed writer leaves a readab
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +17,11 @@ from typing import Any, TypeVar
 import pytest
 import trio
 
+from dpurt import cli
 from dpurt.agents import recorder as recorder_module
 from dpurt.agents.recorder import RecorderAgent
 from dpurt.agents.tape import Tape, TapedPolicy, TapedView
+from dpurt.bench.live_node import Shape, live_node
 from dpurt.client import Client, connect
 from dpurt.client.admin import ask
 from dpurt.core.eviction import make_policy
@@ -26,8 +32,8 @@ from dpurt.replay.decisions import verify
 from dpurt.replay.lint import lint
 from dpurt.replay.recorded import figures_of
 from dpurt.replay.recording import Recording, read_recording, requests_of
-from dpurt.testing.node import serving, small_config, spaces_of
-from dpurt.testing.node_steps import load, payloads, slots, statuses, tokens
+from dpurt.testing.node import serving, small_config, small_host, small_space, spaces_of
+from dpurt.testing.node_steps import PAYLOAD, buffers, load, payloads, slots, statuses, tokens
 from dpurt.wire import messages as m
 from dpurt.wire import recording as r
 
@@ -121,14 +127,15 @@ def test_another_answer_of_the_tiers_gives_other_decisions(recorded: Path, tmp_p
 
 
 def test_another_order_of_use_gives_another_victim(tmp_path: Path) -> None:
-    def swap(lines: list[r.Line]) -> None:
-        inserts = [at for at, line in enumerate(lines) if isinstance(line, r.Insert)]
-        a, b = inserts[0], inserts[1]
-        lines[a], lines[b] = lines[b], lines[a]
+    def turn_round(lines: list[r.Line]) -> None:
+        at, touch = next(
+            (at, each) for at, each in enumerate(lines) if isinstance(each, r.Touch) and each.blocks
+        )
+        lines[at] = r.Touch(touch.pool, touch.blocks[::-1], touch.now)
 
     path = trio.run(lambda: live(tmp_path, staging={**slots(SLOTS)["staging"], "eviction": "lru"}))
     assert verify(read_recording(path)).difference == ""
-    assert "victim" in verify(changed(path, tmp_path / "r", swap)).difference
+    assert "victim" in verify(changed(path, tmp_path / "r", turn_round)).difference
 
 
 def test_a_killed_nodes_recording_is_fed_back_as_far_as_it_goes(recorded: Path, tmp_path: Path) -> None:
@@ -317,3 +324,86 @@ def test_a_taped_policy_is_the_policy(tmp_path: Path) -> None:
     assert notes.lines[-1] == r.Victim(0, 2.0, 2, False)
     assert r.Touch(0, (2, 1), 1.0) in notes.lines
     assert os.sep not in str(notes.lines)
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+async def test_link_completions_are_recorded_as_far_as_the_node_sees_them(
+    tmp_path: Path, fabric: str
+) -> None:
+    config, path = config_of(tmp_path), tmp_path / "moved"
+    async with serving(Node(config, record_to=path)) as node:
+        endpoint = node.gateway.endpoint
+        async with connect(endpoint, host="host-a", spaces=spaces_of(config), fabrics=[fabric]) as client:
+            await client.store("s", "fill", tokens(*CHAINS[0]), 0, payloads(*CHAINS[0]))
+            assert statuses(await load(client, "again", *CHAINS[0])) == ["ok"] * 6
+            await client.finish("again")
+    recording = read_recording(path)
+    moved = [line for line in recording.lines if isinstance(line, r.Moved)]
+    released = [line.block for line in recording.lines if isinstance(line, r.Released)]
+    assert len(set(released)) == 6
+    if fabric == "tcp":
+        assert sum(line.num_bytes for line in moved if line.op == "store") == 6 * PAYLOAD
+        pulled = [line for line in moved if line.op == "pull"]
+        assert sum(line.num_bytes for line in pulled) == 6 * PAYLOAD
+        assert {line.block for line in pulled} == set(released)
+        assert all(line.began <= line.now for line in moved)
+    assert lint(path) == []
+    assert verify(recording).difference == ""
+
+
+@pytest.mark.slow
+def test_the_command_records_until_interrupted_and_says_what_it_got(tmp_path: Path) -> None:
+    path = tmp_path / "by-command"
+    with live_node([Shape("s", 16, 1, 4096, 8)]) as node:
+        command = [
+            sys.executable, "-m", "dpurt", "record", str(path), "--topology", str(node.config.node.run_path.parent / "bench.toml"),
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            limit = time.monotonic() + 20
+            while not path.exists():
+                assert process.poll() is None
+                assert time.monotonic() < limit
+                time.sleep(0.02)
+            node.store("s", bytes(16 * 4 * 3))
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "0 lines lost" in said
+        again = subprocess.run([*command, "--seconds", "0.1"], capture_output=True, text=True, check=False)
+        assert again.returncode == 1
+        assert "exists" in again.stderr
+    recording = read_recording(path)
+    assert recording.is_whole
+    assert sum(isinstance(line, r.Taken) for line in recording.lines) == 3
+    assert lint(path) == []
+    assert cli.main(["replay", str(path), "--verify"]) == 0
+
+
+async def test_several_spaces_shards_and_an_epoch_are_fed_back_too(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {
+        **slots(24),
+        "space": [small_space("s"), small_space("u", tp_size=2)],
+        "host": [small_host("host-a", spaces=["s", "u"]), small_host("host-b")],
+    }
+    config, path = small_config(tmp_path / "run", **tables), tmp_path / "two"
+    async with serving(Node(config, record_to=path)) as node:
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            for turn in range(2):
+                for chain in CHAINS:
+                    for space, shard in (("s", 0), ("u", 0), ("u", 1)):
+                        request = f"{space}-{shard}-{chain.start}-{turn}"
+                        found = await client.lookup(space, request, tokens(*chain), shard=shard)
+                        first = found.matched_blocks
+                        await client.store(space, request, None, first, payloads(*chain[first:]), shard=shard)
+                        await client.load(request, 0, buffers(first), shard=shard)
+                        await client.finish(request, "end_turn")
+            await node.bump_epoch("s")
+            await client.lookup("u", "after", tokens(*CHAINS[0]))
+            await client.finish("after")
+    recording = read_recording(path)
+    assert len(recording.header.pools) == 2
+    assert len(recording.spaces()) == 2
+    verdict = verify(recording)
+    assert verdict.difference == ""
+    assert verdict.decisions["victim"] > 10
+    assert lint(path) == []

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dpurt.core.host_tiers import HostTier, HostTiers
+from dpurt.core.held_blocks import HostTier, Leading
 from dpurt.engines import sglang_events, vllm_events
 from dpurt.engines.kv_events import END_SEQ
 from dpurt.engines.publisher import MAX_TRIES, PROBE_S, SILENT_S, Ask, Publisher
-from dpurt.engines.residency import Engine, Residency
+from dpurt.engines.residency import Engine, Residency, label_of
 
 BLOCK = 4
 Chain = tuple[int, ...]
@@ -81,13 +81,9 @@ class Process:
 class Line:
     """A publisher's core, its engine, and the sockets between them."""
 
-    def __init__(
-        self, tiers: HostTiers, instance: int, dialect: Any = vllm_events.DIALECT, **options: Any
-    ) -> None:
+    def __init__(self, dialect: Any = vllm_events.DIALECT, **options: Any) -> None:
         self.process = Process(ts=100.0)
-        roots = {None: tiers.root("s"), "adapter": tiers.root("s+adapter")}
-        engine = Engine(instance=instance, dialect=dialect, roots=roots, block_tokens=BLOCK)
-        self.residency = Residency(engine, tiers)
+        self.residency = Residency(Engine(dialect=dialect, block_tokens=BLOCK, loras=frozenset({"adapter"})))
         self.core = Publisher(self.residency, has_replay=options.get("has_replay", True), now=0.0)
         self.now = 0.0
         self.under_way: list[list[bytes]] = []
@@ -136,10 +132,23 @@ class Line:
             self.replay()
 
     def known(self) -> set[tuple[Chain, HostTier]]:
-        """What of the engine's holdings the index has."""
-        return {
-            (chain, tier) for chain, tier in self.process.held if self.residency.holds(hash_of(chain), tier)
-        }
+        """What of the engine's holdings is known."""
+        return {key for key in self.process.held if self.residency.held.holds(hash_of(key[0]), key[1])}
+
+    def leading(self, chain: Chain, label: bytes = b"") -> Leading:
+        return self.residency.held.leading(None, prompt(chain), label)
+
+    def true_leading(self, chain: Chain) -> Leading:
+        """What the engine holds of a prompt."""
+        held = self.process.held
+        parts = [chain[: i + 1] for i in range(len(chain))]
+        hbm = [(part, HostTier.HBM) in held for part in parts]
+        both = [one or (part, HostTier.CPU) in held for one, part in zip(hbm, parts, strict=True)]
+        return Leading(*([*one, False].index(False) for one in (hbm, both)))
+
+
+def prompt(chain: Chain) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens_of(chain))
 
 
 class Publishing(RuleBasedStateMachine):
@@ -147,8 +156,7 @@ class Publishing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tiers = HostTiers()
-        self.lines = [Line(self.tiers, 0), Line(self.tiers, 5)]
+        self.lines = [Line(), Line()]
 
     which = st.integers(0, 1)
     blocks = st.integers(0, 2)
@@ -245,17 +253,19 @@ class Publishing(RuleBasedStateMachine):
         line.settle()
         assert not line.core.is_partial
         assert line.known() == set(line.process.held)
-        held = sum(
-            self.tiers.is_held(block, line.residency.engine.instance, tier)
-            for block in range(self.tiers._high_water)
-            for tier in HostTier
-        )
-        assert held == len(line.known())  # and not a block more
-        assert line.residency.in_limbo == 0
+        assert len(line.residency.held) == len(line.process.held)  # and not a block more
+        for chain in {chain for chain, _ in line.process.held}:
+            assert line.leading(chain) == line.true_leading(chain)
+
+    @rule(which=which, chain=st.lists(blocks, min_size=1, max_size=6).map(tuple))
+    def any_prompt_may_be_asked_for_at_any_time(self, which: int, chain: Chain) -> None:
+        leading = self.lines[which].leading(chain)
+        assert 0 <= leading.hbm <= leading.both <= len(chain)
 
     @invariant()
-    def the_tree_is_whole(self) -> None:
-        self.tiers.check_integrity()
+    def what_is_held_is_consistent(self) -> None:
+        for line in self.lines:
+            line.residency.held.check_integrity()
 
 
 TestPublishing = Publishing.TestCase
@@ -266,7 +276,7 @@ TestPublishing.settings = settings(max_examples=150, stateful_step_count=40, dea
 
 
 def line(**options: Any) -> Line:
-    return Line(HostTiers(), 0, **options)
+    return Line(**options)
 
 
 def test_a_gap_is_seen_with_the_very_next_message_and_replayed_from_the_last_one_known() -> None:
@@ -280,7 +290,7 @@ def test_a_gap_is_seen_with_the_very_next_message_and_replayed_from_the_last_one
     assert one.asked == Ask(0)
     assert one.core.stats.gaps == 1
     one.replay()
-    assert [one.residency.holds(hash_of((i,)), HostTier.HBM) for i in range(3)] == [True] * 3
+    assert [one.residency.held.holds(hash_of((i,)), HostTier.HBM) for i in range(3)] == [True] * 3
     assert (one.core.stats.lost, one.core.is_partial) == (0, False)
 
 
@@ -290,7 +300,7 @@ def test_without_a_replay_socket_a_gap_clears_what_may_be_gone_and_goes_on() -> 
         one.publish(stored((i,)))
     del one.under_way[1]
     one.deliver()
-    assert [one.residency.holds(hash_of((i,)), HostTier.HBM) for i in range(3)] == [False, False, True]
+    assert [one.residency.held.holds(hash_of((i,)), HostTier.HBM) for i in range(3)] == [False, False, True]
     assert (one.core.stats.lost, one.core.is_partial) == (1, True)
 
 
@@ -301,7 +311,7 @@ def test_what_the_replay_no_longer_has_is_lost_and_counted() -> None:
     del one.under_way[1:5]
     one.deliver()
     one.replay()
-    held = [one.residency.holds(hash_of((i,)), HostTier.HBM) for i in range(6)]
+    held = [one.residency.held.holds(hash_of((i,)), HostTier.HBM) for i in range(6)]
     assert held == [False] * 4 + [True] * 2
     assert (one.core.stats.lost, one.core.is_partial) == (3, True)
 
@@ -314,7 +324,7 @@ def test_who_joins_late_asks_for_all_there_was() -> None:
     one.note(one.core.interrupted(0.0))
     assert one.asked == Ask(0)
     one.replay()
-    assert one.residency.holds(hash_of((0,)), HostTier.HBM)
+    assert one.residency.held.holds(hash_of((0,)), HostTier.HBM)
     assert not one.core.is_partial
 
 
@@ -325,8 +335,8 @@ def test_a_new_process_clears_what_the_old_one_said_also_when_its_clock_is_behin
     one.restart(ts=1.0)
     one.publish(stored((2,)))
     one.settle()
-    assert not one.residency.holds(hash_of((1,)), HostTier.HBM)
-    assert one.residency.holds(hash_of((2,)), HostTier.HBM)
+    assert not one.residency.held.holds(hash_of((1,)), HostTier.HBM)
+    assert one.residency.held.holds(hash_of((2,)), HostTier.HBM)
     assert one.core.stats.generations == 1
 
 
@@ -340,9 +350,9 @@ def test_a_replay_that_never_comes_is_given_up_and_the_stream_goes_on() -> None:
         if one.asked is not None:
             one.fail_replay()
     assert one.asked is None
-    assert one.residency.holds(hash_of((2,)), HostTier.HBM)
+    assert one.residency.held.holds(hash_of((2,)), HostTier.HBM)
     one.settle()  # and once it comes, all is known again
-    assert one.residency.holds(hash_of((1,)), HostTier.HBM)
+    assert one.residency.held.holds(hash_of((1,)), HostTier.HBM)
     assert not one.core.is_partial
 
 
@@ -357,7 +367,7 @@ def test_a_message_that_cannot_be_read_is_asked_for_again_and_passed_over_if_it_
     one.replay()
     one.publish(stored((2,)))
     one.deliver()
-    assert one.residency.holds(hash_of((2,)), HostTier.HBM)
+    assert one.residency.held.holds(hash_of((2,)), HostTier.HBM)
     assert one.core.stats.malformed == {"payload-decode": 2}
 
 
@@ -376,32 +386,34 @@ def test_silence_is_noticed_and_an_answered_probe_ends_it() -> None:
 
 def holds(one: Line, chain: Chain, tier: HostTier = HostTier.HBM) -> bool:
     one.deliver()
-    return one.residency.holds(hash_of(chain), tier)
+    return one.residency.held.holds(hash_of(chain), tier)
 
 
 def test_a_child_may_come_before_its_parent() -> None:
     one = line()
     one.publish(stored((1, 2, 3), 2, "CPU"), stored((1, 2), 1, "CPU"))
-    assert not holds(one, (1, 2, 3), HostTier.CPU)
-    assert one.residency.in_limbo == 2
+    one.deliver()
+    assert one.leading((1, 2, 3)) == Leading(0, 0)
     one.publish(stored((1,), 0, "CPU"))
-    assert [holds(one, (1, 2, 3)[:n], HostTier.CPU) for n in (1, 2, 3)] == [True] * 3
-    assert one.residency.stats.placed_late == 2
+    one.deliver()
+    assert one.leading((1, 2, 3)) == Leading(0, 3)
 
 
-def test_a_long_chain_told_backwards_is_placed() -> None:
+def test_a_long_chain_told_backwards_is_found() -> None:
     one, chain = line(), tuple(range(3000))
     one.publish(*(stored(chain[: i + 1], i, "CPU") for i in reversed(range(3000))))
-    assert holds(one, chain, HostTier.CPU)
+    one.deliver()
+    assert one.leading(chain) == Leading(0, 3000)
 
 
 def test_a_placeholder_tells_of_a_tier_and_makes_no_block() -> None:
     one = line()
     one.publish(placeholder((1,), "CPU"))
-    assert not holds(one, (1,), HostTier.CPU)
-    one.publish(stored((1,)))
-    assert holds(one, (1,), HostTier.CPU)
-    assert holds(one, (1,))
+    one.deliver()
+    assert one.leading((1,)) == Leading(0, 0)
+    one.publish(stored((1,)), removed((1,)))
+    one.deliver()
+    assert one.leading((1,)) == Leading(0, 1)
 
 
 def test_an_offloaded_hash_told_twice_must_be_removed_twice_in_vllm_only() -> None:
@@ -441,7 +453,6 @@ def test_windowed_groups_do_not_count_neither_when_stored_nor_when_removed() -> 
     ("fields", "reason"),
     [
         ({"block_size": 3}, "block_size"),
-        ({"token_ids": [1]}, "token_count"),
         ({"lora_name": "unknown"}, "lora"),
         ({"medium": "STORAGE"}, "medium"),
         ({"medium": "MARS"}, "medium"),
@@ -455,25 +466,29 @@ def test_what_is_not_ours_to_know_is_passed_over_with_a_reason(fields: dict[str,
 
 
 def test_salts_images_loras_and_odd_tokens_never_match_a_plain_prompt() -> None:
-    tiers = HostTiers()
-    one = Line(tiers, 0)
+    one = line()
     plain = stored((1, 2))
     for i, fields in enumerate(
         (
             {"extra_keys": [["salt"], None]},
-            {"cache_salt": "salt"},
+            {"cache_salt": "pepper"},
             {"extra_keys": [[["image", 3]], None]},
             {"lora_name": "adapter", "extra_keys": [["adapter"], ["adapter"]]},
             {"token_ids": [2**40 + n for n in range(2 * BLOCK)]},
             {"token_ids": [[n, n + 1] for n in range(2 * BLOCK)]},
+            {"token_ids": [-1] * 2 * BLOCK},
+            {"token_ids": [1]},
+            {"token_ids": "words"},
         )
     ):
         one.publish({**plain, "block_hashes": [100 + i, 200 + i], **fields})
         lora = {"lora_name": "adapter"} if "lora_name" in fields else {}
-        child = {**stored((1, 2, 3), 2), "block_hashes": [300 + i], "parent_block_hash": 200 + i, **lora}
-        one.publish(child)
+        one.publish({**stored((1, 2, 3), 2), "block_hashes": [300 + i], "parent_block_hash": 200 + i, **lora})
     one.deliver()
-    assert all(one.residency.holds(300 + i, HostTier.HBM) for i in range(6))
-    prompt = b"".join(t.to_bytes(4, "little") for t in tokens_of((1, 2, 3)))
-    assert tiers.held(tiers.root("s"), prompt, 4 * BLOCK, 1).hbm == [0]
-    assert tiers.held(tiers.root("s+adapter"), prompt, 4 * BLOCK, 1).hbm == [3]
+    held = one.residency.held
+    assert held.leading(None, prompt((1, 2, 3))) == Leading(0, 0)
+    assert held.leading("adapter", prompt((1, 2, 3))) == Leading(3, 3)
+    for salt in ("salt", "pepper"):
+        assert held.leading(None, prompt((1, 2, 3)), label_of([salt])) == Leading(3, 3)
+    assert held.leading(None, prompt((1, 2, 3)), label_of(["other"])) == Leading(0, 0)
+    assert one.residency.stats.odd > 0

@@ -68,7 +68,8 @@ def test_blocks_whose_load_failed_are_saved_when_they_were_computed() -> None:
     book.open("r", tokens(16))
     book.has("r", 0, 4)
     book.allocated("r", [1, 2, 3, 4], 16, by_layer=False)
-    book.failed({3, 4})
+    assert book.failed({3, 4}) == ["r"]
+    assert book.failed({3, 4}) == []
     book.loaded("r")
     book.computes("r", [1, 2, 3, 4], 16)
     assert [(save.first, save.ids) for save in book.take_step(is_idle=False).saves] == [(2, (3, 4))]

@@ -39,11 +39,9 @@ class FakeLink:
     def client(self) -> FakeLink:
         return self
 
-    def is_worth_a_try(self) -> bool:
+    @property
+    def is_up(self) -> bool:
         return True
-
-    def patience(self, budget_s: float) -> float:
-        return budget_s
 
     def call(self, do: Callable[[Any], Any]) -> Any:
         self.answers.wait(5)
@@ -99,6 +97,7 @@ def decided(asker: Asker, one: Any, computed: int = 0) -> tuple[int | None, bool
         answer = asker.loadable(one, computed)
         if answer[0] is not None:
             return answer
+        asker.take_step([], is_idle=True)
     raise AssertionError("never decided")
 
 
@@ -183,6 +182,32 @@ def test_a_prompt_that_is_expected_is_waited_for_as_a_whole(
     asker.allocated(one, [1, 2, 3, 4], 32)
     [order] = asker.take_step([], is_idle=True).loads
     assert (order.expect_ms, order.by_layer, len(order.ids)) == (700, False, 4)
+
+
+def test_a_request_that_ends_before_its_answer_leaves_no_scope_behind(
+    make: Callable[..., Asker], link: FakeLink
+) -> None:
+    link.answers.clear()
+    asker, one = make(), request()
+    asker.arrived(one)
+    asker.ended(one)
+    link.answers.set()
+    asker.close()
+    for thread in [t for t in threading.enumerate() if t.name.startswith("dpurt-lookup")]:
+        thread.join()
+    assert [hint.kind for hint in link.hints] == ["finish"] * len(link.asked)
+
+
+def test_a_match_that_could_not_be_loaded_is_not_believed_again(make: Callable[..., Asker]) -> None:
+    asker, one = make(), request()
+    asker.arrived(one)
+    assert decided(asker, one) == (24, True)
+    asker.allocated(one, [1, 2, 3, 4], 24)
+    asker.moved(["r"], {1, 2, 3})
+    assert decided(asker, one) == (0, False)
+    asker.computes(one, [5, 6, 7, 8], 32)
+    [save] = asker.take_step([], is_idle=False).saves
+    assert (save.first, save.ids) == (0, (5, 6, 7, 8))
 
 
 def test_hints_of_a_request_reach_the_node(make: Callable[..., Asker], link: FakeLink) -> None:

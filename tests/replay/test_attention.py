@@ -133,7 +133,7 @@ def test_every_prefetch_ends_as_exactly_one_thing(name, pace):
 
 
 def test_the_committed_slice_gives_the_known_figures():
-    """A change here is a change of definitions: compare with bench/RESULTS-attention.md."""
+    """A change here is a change of definitions: compare with bench/RESULTS.md."""
     trace = read_attention(SLICE)
     known = {"lru": 69.27, "lfu": 63.89, "belady": 79.76, "hint": 82.87, "oracle": 92.99}
     for name, percent in known.items():

@@ -18,7 +18,7 @@ from dpurt.replay.recording import read_recording, requests_of, scenario_of
 from dpurt.wire import recording as r
 
 HEADER = r.Header(
-    started_at=100.0, wall=1.7e9, is_fresh=True, eviction="lru", has_prefetch=True,
+    started_at=100.0, wall=1.7e9, is_fresh=True, eviction="lru", has_prefetch=True, prior="",
     prefetch=r.Prefetch(
         predictors=("sliding_window",), block_s=0.01, lookahead_blocks=8, bandwidth_bytes_per_s=1e6, staging_bytes=30_000,
         queue_depth=2, min_probability=0.05,
@@ -26,16 +26,17 @@ HEADER = r.Header(
     pools=(r.Pool(slots=3, record_bytes=20_000),),
     devices=(r.Device(kind="modelled", queue_depth=4, read_latency_s=0.001, read_bytes_per_s=2e6),),
 )  # fmt: skip
-A, B, C = 1, 2, 3
+A, B, C, D = 1, 2, 3, 4
 NAMES: list[r.Line] = [
     r.Space(0, 0, 16, 20_000, (8192, 8192)),
     r.Block(A, "0" * 16, 0, True, "0"),
     r.Block(B, "1" * 16, 0, True, "3"),
     r.Block(C, "2" * 16, 0, False, "0"),
+    r.Block(D, "3" * 16, 0, False, "0"),
 ]
 LINES: list[r.Line] = [
     *NAMES,
-    r.ArrivedLine(101.0, 100.999, 7, 0, (A, B), None, 4, 64),
+    r.ArrivedLine(101.0, 100.999, 7, 0, (A, B), None, 5, 80),
     r.Fetched(0, A, None, 101.0, 0),
     r.Queued(101.001, A, 20_000, 0),
     r.DemandedLine(101.002, A, 7, "in_flight", None),
@@ -45,8 +46,9 @@ LINES: list[r.Line] = [
     r.Taken(101.514, C),
     r.StoredLine(101.514, 7, (C,)),
     r.Written(101.52, C, True),
-    r.FinishedLine(102.514, 7, "end_turn"),
-    r.End(103.0, "asked", 0, None),
+    r.StoredLine(102.014, 7, (D,)),
+    r.FinishedLine(103.014, 7, "end_turn"),
+    r.End(103.1, "asked", 0, None),
 ]
 
 
@@ -64,7 +66,7 @@ def test_a_recording_is_told_by_its_first_line_and_read_whole(tmp_path: Path) ->
 
 def test_what_a_killed_writer_left_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole").read_bytes()
-    for size in range(len(r.encode(HEADER)) + 1, len(whole)):
+    for size in range(len(r.encode(HEADER)) + 1, len(whole), 13):
         torn = tmp_path / "torn"
         torn.write_bytes(whole[:size])
         recording = read_recording(torn)
@@ -91,10 +93,10 @@ def test_a_bad_line_is_named(tmp_path: Path, text: bytes, where: str) -> None:
 
 def test_a_request_has_what_it_matched_what_was_stored_for_it_and_blocks_nobody_has(tmp_path: Path) -> None:
     [request] = requests_of(read_recording(write(tmp_path / "r")), decode_step_s=0.1)
-    assert request.blocks[:3] == (A, B, C)
-    assert len(request.blocks) == 4, "the prompt has a block that was never stored"
-    assert request.blocks[3] < 0
-    assert (request.timestamp_s, request.input_tokens, request.stop) == (0.0, 64, "end_turn")
+    assert request.blocks[:4] == (A, B, C, D)
+    assert len(request.blocks) == 5, "the prompt has a block that was never stored"
+    assert request.blocks[4] < 0
+    assert (request.timestamp_s, request.input_tokens, request.stop) == (0.0, 80, "end_turn")
     assert request.output_tokens == 10, "a second from the last store to the finish, in decode steps"
 
 
@@ -106,7 +108,7 @@ def test_the_engine_takes_a_recording_as_a_trace(tmp_path: Path) -> None:
 
 def test_the_scenario_is_the_recorded_node(tmp_path: Path) -> None:
     scenario = scenario_of(read_recording(write(tmp_path / "r")))
-    assert int(4 * scenario.staging_share) == 3, "three slots for four distinct blocks"
+    assert int(5 * scenario.staging_share) == 3, "three slots for five distinct blocks"
     assert (scenario.block_tokens, scenario.block_bytes, scenario.lookahead_blocks) == (16, 20_000, 8)
     assert scenario.prefetch_queue_depth == 2
     assert scenario.prefetch_share == 0.5
@@ -114,7 +116,7 @@ def test_the_scenario_is_the_recorded_node(tmp_path: Path) -> None:
     assert scenario.device.read_latency_s == pytest.approx(0.003), (
         "13 ms from queue to end, 10 of them transfer"
     )
-    assert scenario.prefill_tokens_per_s == pytest.approx(16 / 0.512)
+    assert scenario.prefill_tokens_per_s == pytest.approx(32), "half a second from one store to the next"
     assert scenario.hosts == 1
 
 
@@ -134,8 +136,8 @@ def test_replay_models_the_recorded_node_and_arguments_change_it(
 
 def test_figures_are_of_all_references_of_the_prompts(tmp_path: Path) -> None:
     recorded = figures_of(read_recording(write(tmp_path / "r")))
-    assert (recorded.references, recorded.staging, recorded.in_flight, recorded.recomputed) == (4, 1, 1, 2)
-    assert recorded.share(recorded.staging) == 0.25
+    assert (recorded.references, recorded.staging, recorded.in_flight, recorded.recomputed) == (5, 1, 1, 3)
+    assert recorded.share(recorded.staging) == 0.2
 
 
 def test_hint_to_read_is_from_hearing_to_the_devices_start() -> None:
@@ -192,12 +194,18 @@ def test_decisions_of_a_node_that_ran_before_are_not_compared(tmp_path: Path) ->
         verify(read_recording(write(tmp_path / "r", LINES, header)))
 
 
+def test_decisions_made_with_another_prior_are_not_compared(tmp_path: Path) -> None:
+    header = r.decode_header(r.encode(HEADER).replace(b'"prior":""', b'"prior":"0123456789abcdef"'))
+    with pytest.raises(ConfigError, match="prior"):
+        verify(read_recording(write(tmp_path / "r", LINES, header)))
+
+
 def test_decisions_are_not_compared_after_a_loss(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 lost lines"):
-        verify(read_recording(write(tmp_path / "r", [*NAMES, r.Loss(3), *LINES[4:]])))
+        verify(read_recording(write(tmp_path / "r", [*NAMES, r.Loss(3), *LINES[5:]])))
 
 
 def test_a_decision_the_core_does_not_make_is_a_difference(tmp_path: Path) -> None:
     verdict = verify(read_recording(write(tmp_path / "r")))
     assert not verdict.is_equal
-    assert ":6" in verdict.difference, "the made-up recording has no answers the core asks for"
+    assert ":7" in verdict.difference, "the made-up recording has no answers the core asks for"

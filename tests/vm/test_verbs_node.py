@@ -175,4 +175,6 @@ def test_doctor_prints_the_device_its_limits_and_the_hosts_fabric(tmp_path: Path
     shown = subprocess.run(command, capture_output=True, text=True).stdout
     assert "rxe0 port 1, GID 1 (10.9.0.1), MTU 4096" in shown
     assert "524,287 type-2 windows" in shown
-    assert "RDMA by rxe0 port 1" in shown
+    assert "RDMA by rdma (rxe0 port 1, GID 1 (10.9.0.1), MTU 4096)" in shown
+    assert "rail rdma" in shown
+    assert "max_mr 524,287" in shown

@@ -42,9 +42,15 @@ REQUESTS: list[m.Request] = [
     m.Reserve(id=4, space="s", request="r", first=1, count=1, tokens=b"\0" * 8, deadline_ms=3_600_000),
     m.Commit(id=5, request="r", blocks=[m.CommitBlock(reservation=9, crcs=[0, 2**32 - 1])]),
     m.Release(leases=[1, 2**63 - 1]),
+    m.Zone(id=4, space="s", region=2, slots=64, shard=1),
+    m.Used(request="r", blocks=[0, 5], parts=(1, 2)),
     m.Cancel(id=6, request="r"),
+    m.Zone(id=8, space="s", region=3, slots=16),
+    m.Used(id=8, request="r", blocks=[1, 2], parts=(0, 1)),
+    m.Delete(id=8, space="s", digests=[b"d" * 32]),
+    m.Lookup(id=8, space="s", request="r", digests=[b"d" * 32], chained=False),
     m.Explain(id=7, space="s", digests=[b"12345678"], shard=2),
-    m.Subscribe(id=9, space="s", cursor=b"c" * 28, hosts=True, max_blocks=1),
+    m.Subscribe(id=9, space="s", cursor=b"c" * 28, max_blocks=1),
     m.Route(id=10, space="s", tokens=b"\0" * 8, intent="probe", queued_ms={"a/1": 2.5}, among=["a/1"]),
     m.Stats(id=8),
     m.Ping(),
@@ -52,7 +58,7 @@ REQUESTS: list[m.Request] = [
 ]
 ADMIN: list[m.Request] = [
     m.EpochBump(id=1, space="s"), m.Drain(id=2), m.Stats(id=3), m.Explain(id=4, space="s", tokens=b""), m.Ping(id=5),
-    m.Route(id=6, space="s", tokens=b""),
+    m.Route(id=6, space="s", tokens=b""), m.Record(id=7, path="/r"),
 ]  # fmt: skip
 REPLIES: list[m.Reply] = [
     m.HelloReply(
@@ -61,6 +67,7 @@ REPLIES: list[m.Reply] = [
         regions=[m.RegionInfo(region=1, size=4096, access="write")],
     ),
     m.LookupReply(id=2, matched_blocks=3, matched_tokens=48, staging=1, nvme=2, ready_ms=1, miss="evicted"),
+    m.LookupReply(id=2, matched_blocks=2, matched_tokens=32, nvme=2, present=b"\x05"),
     m.LoadReply(
         id=3, part_bytes=[1, 2],
         blocks=[
@@ -74,12 +81,13 @@ REPLIES: list[m.Reply] = [
     m.ExplainReply(id=7, blocks=[m.Reason(block=0, reason="evicted", detail="d", age_s=1.5)]),
     m.IndexBatch(
         id=9, incarnation=1, epoch=2, cursor=b"c", is_current=True, lost=True, reason="slow_reader",
-        changes=[m.IndexChange(stored=True, keys=b"k" * 16), m.IndexChange(host="a", tier="hbm", all=True)],
+        changes=[m.IndexChange(stored=True, keys=b"k" * 16), m.IndexChange(keys=b"l" * 16)],
     ),
     m.RouteReply(
         id=10, best="a/1", prompt_tokens=9,
         candidates=[m.Candidate(host="a/1", hbm_tokens=1, cached_tokens=2, node_tokens=3, ready_ms=1.5, reason="r")],
     ),
+    m.RecordReply(id=11, path="/r", lines=1, bytes=2, lost=3, is_fresh=True),
     m.StatsReply(id=8, stats={"a": {"b": 1}}),
     m.ErrorReply(id=9, code="space_mismatch", message="x", field="kv_dtype", mine="a", theirs="b"),
 ]  # fmt: skip
@@ -98,6 +106,11 @@ def test_every_admin_request_round_trips(message: m.Request) -> None:
 @pytest.mark.parametrize("message", REPLIES, ids=lambda message: type(message).__name__)
 def test_every_reply_round_trips(message: m.Reply) -> None:
     assert m.decode_reply(m.encode(message)) == message
+
+
+def test_presence_is_a_bit_a_digest_the_first_in_the_lowest() -> None:
+    reply = m.LookupReply(id=1, matched_blocks=3, matched_tokens=48, present=b"\x05\x80")
+    assert [i for i in range(40) if reply.is_present(i)] == [0, 2, 15]
 
 
 def test_no_message_type_is_left_out_above() -> None:

@@ -91,7 +91,7 @@ def test_a_header_with_an_unknown_field_is_refused() -> None:
         queue_depth=1, min_probability=0.1,
     )  # fmt: skip
     header = r.Header(
-        started_at=1.0, wall=2.0, is_fresh=True, eviction="lru", has_prefetch=True, prefetch=prefetch, pools=(),
+        started_at=1.0, wall=2.0, is_fresh=True, eviction="lru", has_prefetch=True, prior="", prefetch=prefetch, pools=(),
         devices=(),
     )  # fmt: skip
     fields = msgspec.json.decode(r.encode(header), type=dict[str, object])

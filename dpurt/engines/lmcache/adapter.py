@@ -31,6 +31,7 @@ from msgspec import Meta
 from dpurt.engines.lmcache.identity import Layout, Spaces, digest_of
 from dpurt.engines.lmcache.tasks import Finished, Gathered
 from dpurt.engines.store import Answer, Budgets, DigestStore, NodeSettings, access_from, settings_from
+from dpurt.engines.store.memory import memory_at
 from dpurt.errors import ConfigError, SpaceMismatch
 
 WHERE = "adapter_params"
@@ -51,7 +52,8 @@ class DpurtL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         settings = settings_from(WHERE, config, Settings)
         if settings.topology is None:
             raise ConfigError(WHERE, "give `topology`: it says what the spaces hold")
-        self._stores = {name: _store_of(settings, name) for name in settings.spaces}
+        memories = [] if l1_memory_desc is None else [_l1_memory(l1_memory_desc)]
+        self._stores = {name: _store_of(settings, name, memories) for name in settings.spaces}
         self._spaces = Spaces({name: store.space for name, store in self._stores.items()})
         self._numbers = itertools.count(1)
         self._stored: Finished[L2StoreResult] = Finished()
@@ -111,13 +113,19 @@ class DpurtL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         layouts = {group: _layout_of_group(desc) for group, desc in group_layout_descs.items()}
         batches = self._batches(keys, [layouts.get(key.object_group_id) for key in keys])
 
+        missed: set[int] = set()  # of which a node said so; one that is away has lost nothing
+
+        def took(answer: Answer, positions: list[int]) -> None:
+            if answer.is_whole:
+                missed.update(positions)
+
         def done(here: list[bool]) -> None:
             try:
-                self._note_gone([key for key, is_here in zip(keys, here, strict=True) if not is_here])
+                self._note_gone([keys[i] for i in sorted(missed) if not here[i]])
             finally:
                 self._looked_up.put(task, _bitmap(here))
 
-        self._spread(batches, keys, lambda store, _, digests: store.find(digests), done)
+        self._spread(batches, keys, lambda store, _, digests: store.find(digests), done, took)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -166,7 +174,7 @@ class DpurtL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         is_healthy = all(node["state"] in ("up", "unknown") for node in nodes.values())
         return {
             "is_healthy": is_healthy, "type": type(self).__name__, "spaces": nodes,
-            "mismatches": dict(self._mismatches),
+            "mismatches": dict(self._mismatches), "bytes_used": self.get_usage().total_bytes_used,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -237,7 +245,14 @@ class DpurtL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self._notify_keys_deleted(list(gone), list(gone.values()))
 
 
-def _store_of(settings: Settings, name: str) -> DigestStore:
+def _l1_memory(desc: L1MemoryDesc) -> memoryview:
+    """LMCache's L1 (of one that still grows, what it has pinned), for fabrics that register memory to do it once."""
+    return memory_at(
+        desc.ptr, desc.size if desc.stable_registration_size is None else desc.stable_registration_size
+    )
+
+
+def _store_of(settings: Settings, name: str, memories: Sequence[memoryview]) -> DigestStore:
     access = access_from(WHERE, settings, name)
     assert access.config is not None
     space = access.config.to_space(name)
@@ -245,7 +260,7 @@ def _store_of(settings: Settings, name: str) -> DigestStore:
         raise ConfigError(
             WHERE, f"space {name!r} has {space.num_shards} shards: LMCache's ranks are in its keys"
         )
-    return DigestStore(access, name, space, budgets=Budgets.of(settings), log=log)
+    return DigestStore(access, name, space, budgets=Budgets.of(settings), memories=memories, log=log)
 
 
 def _digest(key: ObjectKey) -> bytes:
@@ -256,9 +271,12 @@ def _layout_of(one: MemoryObj) -> Layout:
     return Layout(one.get_size(), _dtype_name(one.get_dtype()))
 
 
-def _layout_of_group(desc: MemoryLayoutDesc) -> Layout:
+def _layout_of_group(desc: MemoryLayoutDesc) -> Layout | None:
+    """None where LMCache does not say: the description is advice, and may be empty."""
+    if not desc.shapes:
+        return None
     sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True)]
-    return Layout(sum(sizes), _dtype_name(desc.dtypes[0] if desc.dtypes else None))
+    return Layout(sum(sizes), _dtype_name(desc.dtypes[0]))
 
 
 def _dtype_name(dtype: object) -> str:

@@ -20,39 +20,35 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 
-from dpurt.engines.sglang.budget import LoadBudget, Policy
+from dpurt.engines.sglang.budget import LoadBudget
 from dpurt.engines.sglang.identity import PoolFacts, Ranks, digests_of, space_of, topology_table
 from dpurt.engines.sglang.pages import page_buffers
 from dpurt.engines.store import Budgets, DigestStore, NodeSettings, access_from, settings_from
+from dpurt.engines.store.memory import memory_at
 from dpurt.engines.store.settings import Seconds
-from dpurt.errors import ConfigError
+from dpurt.errors import ConfigError, LocalProtocolError
 
 WHERE = "--hicache-storage-backend-extra-config"
 SGLANGS_OWN = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+MAX_BATCHES = 4096  # kept for SGLang's collector between two of its visits
 log = logging.getLogger("sglang.dpurt")
 
 
 class Settings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Our keys of the extra config. `model` and `revision` say under which name all engines know the weights.
 
-    The prefetch policy and its timeouts are SGLang's own settings and read from there; those here count where SGLang has
-    not published them.
+    The prefetch policy and its timeouts are SGLang's own settings, and read from there.
     """
 
     space: str
     model: str | None = None
     revision: str | None = None
-    prefetch_policy: Policy = "timeout"
     best_effort_s: Seconds = 1.0
-    metrics_batches: Annotated[int, Meta(ge=1)] = (
-        4096  # kept for SGLang's collector between two of its visits
-    )
 
 
 class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
@@ -67,7 +63,7 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
         self._ranks = _ranks_of(storage_config)
         self._store: DigestStore | None = None
         self._pool: Any = None
-        self._moved = _Moved(self._settings.metrics_batches)
+        self._moved = _Moved()
         self._load_budget = _load_budget(self._settings)
         self._is_flat = False  # is a page's tensor its buffers, one after the other?
 
@@ -86,7 +82,7 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
         log.info("dpurt: this engine's space is:\n%s", topology_table(self._settings.space, space))
         self._store = DigestStore(
             self._access, self._settings.space, space, shard=self._ranks.shard,
-            budgets=Budgets.of(self._settings), log=log,
+            budgets=Budgets.of(self._settings), memories=_memories_of(mem_pool_host), log=log,
         )  # fmt: skip
         self._store.greet()
 
@@ -202,10 +198,10 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
         return self._store is not None and all(self._store.delete(digests_of(keys)).wait())
 
     def clear(self) -> None:
-        """Not done: a node's space belongs to all its engines. Says how an operator does it."""
-        log.warning(
-            "dpurt: clear is left to the operator, for all engines at once: dpurt epoch bump %s",
-            self._settings.space,
+        """Raises LocalProtocolError, so that SGLang reports it as not done: a node's space belongs to all its engines."""
+        raise LocalProtocolError(
+            "unsupported",
+            f"left to the operator, for all engines at once: dpurt epoch bump {self._settings.space}",
         )
 
     # --- looking in, and the end ---
@@ -237,8 +233,7 @@ class DpurtStorage(HiCacheStorage):  # type: ignore[misc]
 class _Moved:
     """Batches moved since SGLang's collector came by last: pages, and GB/s. Bounded: without metrics nobody comes."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lists: dict[str, list[float]] = {}
 
@@ -257,7 +252,7 @@ class _Moved:
 
     def _add(self, name: str, value: float) -> None:
         values = self._lists.setdefault(name, [])
-        if len(values) < self._limit:
+        if len(values) < MAX_BATCHES:
             values.append(value)
 
 
@@ -279,11 +274,15 @@ def _facts_of(pool: Any, is_mla: bool) -> PoolFacts:
     )  # fmt: skip
 
 
+def _memories_of(pool: Any) -> list[memoryview]:
+    """The pool's buffers, for fabrics that register memory to do it once."""
+    buffers = pool.kv_buffer if isinstance(pool.kv_buffer, (list, tuple)) else [pool.kv_buffer]
+    return [memory_at(buffer.data_ptr(), buffer.nbytes) for buffer in buffers if buffer is not None]
+
+
 def _load_budget(settings: Settings) -> LoadBudget:
-    """SGLang's prefetch settings where it has published them (in an engine), ours elsewhere."""
-    own = LoadBudget(
-        policy=settings.prefetch_policy, best_effort_s=settings.best_effort_s, limit_s=settings.load_s
-    )
+    """SGLang's prefetch settings; its defaults outside an engine, where none are published."""
+    own = LoadBudget(best_effort_s=settings.best_effort_s, limit_s=settings.load_s)
     from sglang.srt.runtime_context import get_memory
 
     try:

@@ -6,13 +6,9 @@ the pages allocated until the call returns, and we never keep a view longer than
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
-
-def memory_at(address: int, size: int) -> memoryview:
-    """Writable bytes at an address of this process, which the caller must keep alive."""
-    return memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B")
+from dpurt.engines.store.memory import memory_at
 
 
 def page_buffers(addresses: Sequence[int], sizes: Sequence[int], num_pages: int) -> list[list[memoryview]]:

@@ -58,13 +58,14 @@ class Budgets:
 class Answer:
     """What a call found, block by block. All that was not answered in time is False.
 
-    `fresh`, once a `put` has ended: the blocks that were not there before.
+    Once it has ended, `is_whole` says whether the node answered at all, and `fresh` which blocks of a `put` were not there before.
     """
 
     def __init__(
         self, store: DigestStore, blocks: list[bool], future: Future[None], fresh: list[bool] | None = None
     ) -> None:
         self.fresh = fresh or []
+        self.is_whole = False
         self._store = store
         self._blocks = blocks
         self._future = future
@@ -74,7 +75,7 @@ class Answer:
         """Block until the call has ended; within its budget."""
         if not self._is_noted:
             self._is_noted = True
-            self._store.note(self._future)
+            self.is_whole = self._store.note(self._future)
         return self._blocks
 
     def then(self, done: Callable[[list[bool]], None]) -> None:
@@ -99,6 +100,7 @@ class DigestStore:
         *,
         shard: int = 0,
         budgets: Budgets | None = None,
+        memories: Sequence[memoryview] = (),
         log: logging.Logger | None = None,
     ) -> None:
         self.name = name
@@ -116,7 +118,7 @@ class DigestStore:
         self._storing = trio.Lock()
         self._client = BlockingClient(
             access.endpoint, host=access.host, spaces={name: space}, fabrics=access.fabrics,
-            timeout_s=self._budgets.load_s, curve=access.curve,
+            timeout_s=self._budgets.load_s, curve=access.curve, memories=memories,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -307,14 +309,15 @@ class DigestStore:
     ) -> Answer:  # fmt: skip
         return Answer(self, blocks, self._client.submit(call, budget_s), fresh)
 
-    def note(self, future: Future[None]) -> None:
-        """Wait for a call, and take note of how it ended."""
+    def note(self, future: Future[None]) -> bool:
+        """Wait for a call, and take note of how it ended: well?"""
         try:
             future.result()
         except _FAILURES as error:
             self._failed(error)
-        else:
-            self._enter("up", "")
+            return False
+        self._enter("up", "")
+        return True
 
     def _note_loaded(self, loaded: Sequence[LoadedBlock]) -> None:
         self._count(

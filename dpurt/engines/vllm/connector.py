@@ -50,8 +50,8 @@ HELP = {
     "blocks_from_flash": "Of these, not staged when asked for", "blocks_failed": "Blocks not loaded, computed",
     "bytes_loaded": "Bytes loaded", "load_s": "Time of loads", "blocks_saved": "Blocks stored",
     "blocks_not_saved": "Blocks not stored", "bytes_saved": "Bytes stored", "save_s": "Time of saves",
-    "node_errors": "Calls of the node that failed", "longest_call_s": "Longest wait of the scheduler",
-    "is_up": "Processes whose last word from the node was good",
+    "node_errors": "Calls of the node that failed", "longest_call_s": "Longest wait of the scheduler in one step",
+    "is_up": "1 while the last word from the node was good",
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ class DpurtConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._part_of: dict[str, int] = {}
         self._failed_blocks: set[int] = set()
         self._requests: dict[str, Any] = {}
-        self._why_not = _why_not(kv_cache_config)
+        self._why_not = _why_not(kv_cache_config, vllm_config.parallel_config)
         if self._why_not:
             log.warning("dpurt: takes no part: %s", self._why_not)
 
@@ -343,8 +343,10 @@ def _kv_dtype(vllm_config: Any) -> str:
     return str(vllm_config.model_config.dtype).removeprefix("torch.") if named == "auto" else str(named)
 
 
-def _why_not(kv_cache_config: Any) -> str:
+def _why_not(kv_cache_config: Any, parallel: Any) -> str:
     """Why this model's KV is not moved; empty when it is."""
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism; a block's tokens are spread over ranks, which is not handled"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"{len(groups)} KV cache groups; only models with one are moved"

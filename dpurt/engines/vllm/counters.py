@@ -31,7 +31,7 @@ class Counters:
     save_s: float = 0.0
     node_errors: Reasons = field(default_factory=dict)
     longest_call_s: float = 0.0  # of those the engine waited for
-    is_up: int = 0  # a gauge: the last word of each process, summed
+    is_up: int = 0  # a gauge: the last word
 
 
 MAXIMA = frozenset({"longest_call_s"})
@@ -40,13 +40,15 @@ GAUGES = frozenset({"is_up"})
 
 
 def add(total: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Two intervals, or two processes, as one; keys that either lacks count as nothing."""
+    """Two intervals, or two processes, as one; of gauges the second's. Keys that either lacks count as nothing."""
     out = dict(total)
     for name, value in more.items():
         if name in REASONS:
             out[name] = _added_reasons(out.get(name, {}), value)
         elif name in MAXIMA:
             out[name] = max(out.get(name, 0.0), value)
+        elif name in GAUGES:
+            out[name] = value
         else:
             out[name] = out.get(name, 0) + value
     return out

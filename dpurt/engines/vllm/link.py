@@ -2,7 +2,10 @@
 
 No node is a normal state. Every call ends within its budget; what it raised is counted and, when the state changed, said once
 in the log: ``up``, ``down`` (no answer, or too late: the engine computes everything) or ``refused`` (the node will not have this
-engine: the field and both values are named). All three are tried again; the client's own back-off makes that cheap.
+engine: the field and both values are named).
+
+While the link is not up nobody asks the node (`is_up`), so no request waits for it. A thread of the link's own says hello until it
+is back: opening a session may take longer (mapping or registering the node's memory) than any request can wait.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ T = TypeVar("T")
 log = logging.getLogger("vllm.dpurt")  # vLLM's handlers print it
 _REFUSALS = frozenset({"unknown_space", "unknown_host", "unauthorised", "protocol", "no_fabric"})
 RETRY_S = 1.0
-PROBE_S = 0.25
+HELLO_S = 10.0
+ROOM_S = 0.05
 _CALL_FAILED = (DpurtError, OSError, ValueError)
 
 
@@ -41,25 +45,40 @@ class Link:
         self.users = 0
         self.refusal = ""
         self._state = "unknown"
-        self._failed_at = 0.0
         self._lock = threading.Lock()
         self.client = BlockingClient(
             access.endpoint, host=settings.host, spaces={settings.space: space}, fabrics=settings.fabrics,
             timeout_s=1.0, curve=access.curve,
         )  # fmt: skip
+        self._is_closed = False
+        self._wake = threading.Event()
+        self._greeter = threading.Thread(target=self._greet, name="dpurt-hello", daemon=True)
+        self._greeter.start()
+
+    def close(self) -> None:
+        """No more calls."""
+        self._is_closed = True
+        self._wake.set()
+        self.client.close()
+        self._greeter.join(timeout=1)
+
+    def _greet(self) -> None:
+        """Say hello whenever the link is not up, before any request wants something."""
+        while not self._is_closed:
+            if self._state != "up":
+                self.call(lambda client: client.stats(timeout_s=HELLO_S))
+            self._wake.wait(None if self._state == "up" else RETRY_S)
+            self._wake.clear()
 
     @property
     def state(self) -> str:
         """``unknown`` before the first call, ``up``, ``down`` or ``refused``."""
         return self._state
 
-    def is_worth_a_try(self) -> bool:
-        """False for a moment after each failure: with no node there, nobody should wait again and again."""
-        return self._state in ("unknown", "up") or time.monotonic() - self._failed_at > RETRY_S
-
-    def patience(self, budget_s: float) -> float:
-        """How long a call may take: less while it is only to find out whether the node is back."""
-        return budget_s if self._state in ("unknown", "up") else min(budget_s, PROBE_S)
+    @property
+    def is_up(self) -> bool:
+        """Is asking worth its time? Also before anything is known."""
+        return self._state in ("up", "unknown")
 
     def call(self, do: Callable[[BlockingClient], T]) -> T | None:
         """What the node answers; None, counted and told, when it does not within the call's budget."""
@@ -84,7 +103,6 @@ class Link:
     def failed(self, error: Exception) -> None:
         """A call raised this: count it and enter the state it means."""
         self.tally.why("node_errors", [code_of(error)])
-        self._failed_at = time.monotonic()
         if isinstance(error, SpaceMismatch):
             self._enter("refused", str(error))
         elif isinstance(error, RemoteProtocolError) and error.code in _REFUSALS:
@@ -94,10 +112,12 @@ class Link:
 
     def _enter(self, state: str, why: str) -> None:
         with self._lock:
-            changed, self._state = state != self._state or why != self.refusal, state
-            self.refusal = why if state == "refused" else ""
-        if not changed:
+            refusal = why if state == "refused" else ""
+            changed = (state, refusal) != (self._state, self.refusal)
+            self._state, self.refusal = state, refusal
+        if not changed or self._is_closed:
             return
+        self._wake.set()
         self.tally.count(is_up=int(state == "up"))
         if state == "refused":
             wanted = space_table(self.settings.space, self.space)
@@ -106,6 +126,16 @@ class Link:
             log.warning("dpurt: down, the engine goes on without and tries again: %s", why)
         else:
             log.info("dpurt: up, node %s, space %s", self._endpoint, self.settings.space)
+
+
+def until_room(attempt: Callable[[float], list[str]], budget_s: float) -> list[str]:
+    """Statuses of a store that gets its remaining time, tried again while the node has no room and there is time."""
+    watch = Stopwatch()
+    statuses = attempt(budget_s)
+    while "no_room" in statuses and budget_s - watch.s > ROOM_S:
+        time.sleep(ROOM_S)
+        statuses = attempt(max(ROOM_S, budget_s - watch.s))
+    return statuses
 
 
 def code_of(error: Exception) -> str:
@@ -175,7 +205,7 @@ def release(link: Link) -> None:
             return
         for key in [key for key, value in _links.items() if value is link]:
             del _links[key]
-    link.client.close()
+    link.close()
 
 
 class Stopwatch:

@@ -148,14 +148,21 @@ class Book:
         if one is not None:
             one.is_loading = False
 
-    def failed(self, ids: Set[int]) -> None:
-        """Loads into these blocks of the engine failed: what should be there will be computed, and saved then."""
-        for one in self._requests.values():
-            if one.load is None:
-                continue
-            lost = next((i for i, block in enumerate(one.load.ids) if block in ids), None)
-            if lost is not None:
+    def failed(self, ids: Set[int]) -> list[str]:
+        """Loads into these blocks of the engine failed: what should be there will be computed, and saved then.
+
+        Whose loads they were: the node must not be believed again about these requests.
+        """
+        affected = []
+        for name, one in self._requests.items():
+            lost = (
+                next((i for i, block in enumerate(one.load.ids) if block in ids), None) if one.load else None
+            )
+            if one.load is not None and lost is not None:
                 one.saved_to = min(one.saved_to, one.load.first + lost)
+                one.load = None
+                affected.append(name)
+        return affected
 
     def computes(self, request: str, ids: Sequence[int], computed_tokens: int) -> None:
         """After this step the engine will have computed so many tokens of the request, in blocks `ids`: order saves."""

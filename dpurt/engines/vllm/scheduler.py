@@ -1,9 +1,9 @@
 """The scheduler's side: asks the node what it has of a new request, and turns the engine's schedule into orders (`plan.Book`).
 
 The question leaves when the request arrives, before any scheduler tick, and the node begins to stage what it found; the answer
-is usually there when the scheduler looks. If not, the scheduler waits `lookup_wait_ms` for it at most, then is told to ask again at
-its next step; after `lookup_budget_ms` in all the request goes on without. So the engine stands still for no more than the
-former, whatever the node does.
+is usually there when the scheduler looks. If not, the scheduler waits for it, `lookup_wait_ms` in a step at most, then is told to ask
+again at its next one; after `lookup_budget_ms` in all the request goes on without. So a step is held up for no more than the
+former, whatever the node does and however many requests wait.
 
 A request takes no part, with a counted reason, when its KV is not given by its tokens (images, embeddings), or cannot be shared.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpurt.engines.vllm.link import Link, Stopwatch
 from dpurt.engines.vllm.marks import Tokens, mark_of, marked
@@ -26,6 +25,7 @@ from dpurt.engines.vllm.plan import Book, Step, loadable_tokens
 from dpurt.engines.vllm.settings import Settings
 from dpurt.wire import messages as m
 
+T = TypeVar("T")
 LOOKUP_THREADS = 4
 PARAMS = "dpurt"  # key of our hints in a request's kv_transfer_params
 
@@ -95,7 +95,9 @@ class Asker:
         self._pool = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="dpurt-lookup")
         self._adapters = Adapters(self._pool)
         self._unread: dict[str, _Unread] = {}
+        self._open: set[str] = set()  # looked up, not ended
         self._generation = b""
+        self._waited_s = 0.0  # in this step
 
     def close(self) -> None:
         """Ask no more."""
@@ -142,9 +144,9 @@ class Asker:
             self._link.tally.why("skipped", ["vocabulary"])
             return
         self._book.open(request.request_id, tokens)
-        answer: Future[m.LookupReply | None] = Future()
+        self._open.add(request.request_id)
         if self._settings.load == "none" or hints.get("load") is False:
-            answer.set_result(None)
+            answer = _no_answer()
         else:
             answer = self._pool.submit(self._ask, request.request_id, tokens)
         self._asked[request.request_id] = _Asked(Stopwatch(), answer, hints)
@@ -156,7 +158,7 @@ class Asker:
             return True
         left = self._settings.lookup_budget_ms / 1000 - unread.watch.s
         try:
-            version = unread.version.result(timeout=max(0.0, min(left, self._settings.lookup_wait_ms / 1000)))
+            version = self._wait(unread.version, left)
         except (FutureTimeout, OSError) as error:
             if isinstance(error, FutureTimeout) and left > 0:
                 return False
@@ -178,10 +180,10 @@ class Asker:
 
     def _ask(self, request: str, tokens: bytes) -> m.LookupReply | None:
         """In a thread."""
-        if not self._link.is_worth_a_try():
+        if not self._link.is_up:
             return None
         watch = Stopwatch()
-        budget = self._link.patience(self._settings.lookup_budget_ms / 1000)
+        budget = self._settings.lookup_budget_ms / 1000
         reply = self._link.call(
             lambda client: client.lookup(
                 self._settings.space, request, tokens,
@@ -189,6 +191,10 @@ class Asker:
             )
         )  # fmt: skip
         self._link.tally.count(lookup_s=watch.s)
+        if request not in self._open:
+            self._link.client.finish(
+                request, "cancelled"
+            )  # it ended meanwhile: this lookup opened its scope again
         return reply
 
     # --- the scheduler asks ---
@@ -219,22 +225,27 @@ class Asker:
         return tokens, whole
 
     def _answer(self, asked: _Asked) -> tuple[bool, m.LookupReply | None]:
-        """(whether it is decided, the answer). Waits for `lookup_wait_ms` at most."""
+        """(whether it is decided, the answer)."""
         left = self._settings.lookup_budget_ms / 1000 - asked.watch.s
-        wait = min(left, self._settings.lookup_wait_ms / 1000)
-        began = time.monotonic()
         try:
-            return True, asked.answer.result(timeout=max(0.0, wait))
+            return True, self._wait(asked.answer, left)
         except FutureTimeout:
-            if left > wait:
+            if left > 0:
                 return False, None
             self._link.tally.count(lookups_late=1)
             asked.answer.cancel()
-            asked.answer = Future()
-            asked.answer.set_result(None)
+            asked.answer = _no_answer()
             return True, None
+
+    def _wait(self, answer: Future[T], left: float) -> T:
+        """Wait for what is left of the step's `lookup_wait_ms`, all requests together. Raises what the future does, or FutureTimeout."""
+        watch = Stopwatch()
+        wait = min(left, self._settings.lookup_wait_ms / 1000 - self._waited_s)
+        try:
+            return answer.result(timeout=max(0.0, wait))
         finally:
-            self._link.tally.count(longest_call_s=time.monotonic() - began)
+            self._waited_s += watch.s
+            self._link.tally.count(longest_call_s=self._waited_s)
 
     def allocated(self, request: Any, ids: Sequence[int], num_external_tokens: int) -> None:
         """The request got blocks."""
@@ -274,13 +285,17 @@ class Asker:
 
     def take_step(self, preempted: Sequence[str], *, is_idle: bool) -> Step:
         """The orders for the workers."""
+        self._waited_s = 0.0
         self._book.preempted(preempted)
         return self._book.take_step(is_idle=is_idle)
 
     def moved(self, loaded: Sequence[str], failed_blocks: Set[int]) -> None:
-        """Asynchronous loads that ended, and blocks that no load brought."""
-        if failed_blocks:
-            self._book.failed(failed_blocks)
+        """Asynchronous loads that ended, and blocks that no load brought.
+
+        A request whose load failed is not told of the match again, or it would try for ever.
+        """
+        for request in self._book.failed(failed_blocks) if failed_blocks else ():
+            self._asked[request].answer = _no_answer()
         for request in loaded:
             self._book.loaded(request)
 
@@ -289,6 +304,7 @@ class Asker:
     def ended(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """(whether its blocks must be held, what its client is told)."""
         self._unread.pop(request.request_id, None)
+        self._open.discard(request.request_id)
         asked = self._asked.pop(request.request_id, None)
         if asked is None:
             return False, None
@@ -304,6 +320,12 @@ def _hints_of(request: Any) -> Mapping[str, Any]:
     params = request.kv_transfer_params
     hints = params.get(PARAMS) if isinstance(params, Mapping) else None
     return hints if isinstance(hints, Mapping) else {}
+
+
+def _no_answer() -> Future[m.LookupReply | None]:
+    answer: Future[m.LookupReply | None] = Future()
+    answer.set_result(None)
+    return answer
 
 
 def _whole_number(value: object) -> int | None:

@@ -48,16 +48,12 @@ class Settings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     load: Literal["async", "layers", "none"] = "async"
     save: Literal["all", "prompt", "none"] = "all"
     min_load_blocks: Annotated[int, Meta(ge=1)] = 1
-    lookup_wait_ms: Millis = (
-        5.0  # the scheduler stands still for an answer at most so long, once a step and request
-    )
+    lookup_wait_ms: Millis = 5.0  # in a step, the scheduler stands still for answers no longer
     lookup_budget_ms: Millis = 200.0  # then a request goes on without
     load_timeout_s: Seconds = 10.0  # of all of a request's blocks; then they are computed
     layer_wait_s: Seconds = 2.0  # load "layers": all waits of one step together
     save_timeout_s: Seconds = 10.0  # of one batch of blocks
-    save_buffer_bytes: Annotated[int, Meta(ge=1 << 16)] = (
-        32 << 20
-    )  # KV read from the engine and not stored yet
+    save_buffer_bytes: Annotated[int, Meta(ge=1 << 16)] = 32 << 20  # KV read and not stored yet
 
 
 class TierSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,8 +2,8 @@
 
 vLLM moves KV between the device and its CPU region by itself; a tier moves chunks between that region and somewhere else, here the
 node. Chunks are named by vLLM's own chained digest (full, not the 64 bits of events), so equal names mean equal tokens, salts
-and adapters; model, dtype, layout and number of workers are in our space. Each chunk is stored as a chain of its own: vLLM asks
-for prefixes in order and names no parents.
+and adapters; model, dtype, layout and number of workers are in our space. Chunks stand alone at the node (``chained`` false): vLLM
+names no parents, and asks for prefixes in order by itself.
 
 All calls come from the scheduler, under its lock, and none waits: a lookup is answered from a mirror of the node's index that
 the client's thread keeps current (RETRY until it is, a miss while the node is away), loads and stores are handed to threads.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -25,14 +25,17 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from dpurt.core.identity import Geometry, LayerGroup, Space
 from dpurt.engines.vllm.fetcher import Fetcher
-from dpurt.engines.vllm.link import Link, Stopwatch, release, shared_link
+from dpurt.engines.vllm.link import Link, Stopwatch, release, shared_link, until_room
 from dpurt.engines.vllm.settings import TierSettings, access_from, settings_from
 from dpurt.errors import DpurtError
 
 THREADS = 4
 DISTRUST_S = 5.0
+BATCH_BYTES = 32 << 20  # of chunks in one store or load
 _LOST = (DpurtError, OSError, ValueError, RuntimeError)
-Row = NDArray[np.uint8]
+_KEPT = frozenset({"stored", "exists", "in_flight"})
+Keys = list[bytes]
+Rows = list[NDArray[np.uint8]]
 
 
 class DpurtTier(SecondaryTierManager):  # type: ignore[misc]
@@ -58,7 +61,7 @@ class DpurtTier(SecondaryTierManager):  # type: ignore[misc]
         self._link: Link = shared_link(self._settings, access, space)
         self._mirror = self._link.client.follow(self._settings.space)
         self._fetcher = Fetcher(self._link, space.geometry)
-        self._rows: Row = np.asarray(primary_kv_view).view(np.uint8)
+        self._rows: NDArray[np.uint8] = np.asarray(primary_kv_view).view(np.uint8)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dpurt-tier")
         self._lock = threading.Lock()
         self._finished: list[JobResult] = []
@@ -95,37 +98,39 @@ class DpurtTier(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._rows = np.empty((0, 0), np.uint8)  # vLLM unmaps the region next
         release(self._link)
 
     # --- jobs ---
 
-    def _submit(self, job: TransferJob, move: Callable[[str, bytes, Row], int]) -> None:
-        """One task for the whole job; the chunks' order is the request's."""
+    def _submit(self, job: TransferJob, move: Callable[[str, Keys, Rows], list[bytes]]) -> None:
         done = self._pool.submit(self._run, job, move)
         self._pending.add(done)
         done.add_done_callback(lambda future: self._ended(future, job))
 
-    def _run(self, job: TransferJob, move: Callable[[str, bytes, Row], int]) -> None:
-        watch, good, moved = Stopwatch(), [], 0
-        for i, (key, chunk) in enumerate(zip(job.keys, job.chunk_ids, strict=True)):
-            try:
-                num_bytes = move(f"tier-{id(self):x}-{job.job_id}-{i}", bytes(key), self._rows[int(chunk)])
-            except _LOST as error:
-                self._link.failed(error)
-                continue
-            if num_bytes >= 0:
-                good.append(key)
-                moved += num_bytes
-        self._report(job, good, moved, watch.s)
+    def _run(self, job: TransferJob, move: Callable[[str, Keys, Rows], list[bytes]]) -> None:
+        """All of a job, a batch at a time, under one request id at the node."""
+        watch, name, good = Stopwatch(), f"tier-{id(self):x}-{job.job_id}", set[bytes]()
+        keys = [bytes(key) for key in job.keys]
+        rows = [self._rows[int(chunk)] for chunk in job.chunk_ids]
+        try:
+            if self._link.is_up:
+                good.update(move(name, keys, rows))
+        except _LOST as error:
+            self._link.failed(error)
+        finally:
+            self._link.client.finish(name)
+        self._report(job, good, watch.s)
 
-    def _report(self, job: TransferJob, good: Collection[Any], moved: int, seconds: float) -> None:
+    def _report(self, job: TransferJob, good: Set[bytes], seconds: float) -> None:
         if job.is_promotion:
-            until = time.monotonic() + DISTRUST_S
-            self._distrusted = {k: t for k, t in self._distrusted.items() if t > time.monotonic()}
-            self._distrusted |= {bytes(key): until for key in job.keys if key not in good}
+            now = time.monotonic()
+            self._distrusted = {key: until for key, until in self._distrusted.items() if until > now}
+            self._distrusted |= {bytes(key): now + DISTRUST_S for key in job.keys if bytes(key) not in good}
         result = JobResult(
-            job_id=job.job_id, success=len(good) == len(job.keys), successful_keys=list(good) if job.is_promotion else None,
-            transfer_time=seconds, transfer_bytes=moved,
+            job_id=job.job_id, success=len(good) == len(job.keys),
+            successful_keys=[key for key in job.keys if bytes(key) in good] if job.is_promotion else None,
+            transfer_time=seconds, transfer_bytes=len(good) * self.block_size_bytes,
         )  # fmt: skip
         with self._lock:
             self._finished.append(result)
@@ -133,38 +138,56 @@ class DpurtTier(SecondaryTierManager):  # type: ignore[misc]
     def _ended(self, future: Future[None], job: TransferJob) -> None:
         """A job that was cancelled, or broke down, has its result too."""
         if future.cancelled() or future.exception() is not None:
-            self._report(job, [], 0, 0.0)
+            self._report(job, set(), 0.0)
         self._pending.discard(future)
 
-    def _store(self, name: str, key: bytes, row: Row) -> int:
-        """Bytes stored: 0 when the node has them; negative when it could not take them."""
-        if self._mirror.holds_digest(key):
-            return 0
-        if not self._link.is_worth_a_try():
-            return -1
-        budget = self._link.patience(self._settings.store_timeout_s)
-        with self._link.guarded():
-            [status] = self._link.client.store(
-                self._settings.space, name, None, 0, [row.data], digests=[key], timeout_s=budget
-            )
-        self._link.client.finish(name)
-        return {"stored": row.nbytes, "exists": 0, "in_flight": 0}.get(status, -1)
+    def _batches(self, count: int) -> Iterator[slice]:
+        size = max(1, BATCH_BYTES // self.block_size_bytes)
+        for start in range(0, count, size):
+            yield slice(start, min(start + size, count))
 
-    def _load(self, name: str, key: bytes, row: Row) -> int:
-        budget = self._link.patience(self._settings.load_timeout_s)
+    def _store(self, name: str, keys: Keys, rows: Rows) -> list[bytes]:
+        """Those keys the node has afterwards."""
+        new = [i for i, key in enumerate(keys) if not self._mirror.holds_digest(key)]
+        wanted, stored = [keys[i] for i in new], list(set(keys) - {keys[i] for i in new})
+        for part in self._batches(len(new)):
+            payloads = [rows[i].data for i in new[part]]
+            statuses = self._store_batch(name, wanted, part.start, payloads)
+            stored += [key for key, status in zip(wanted[part], statuses, strict=True) if status in _KEPT]
+        return stored
+
+    def _store_batch(self, name: str, keys: Keys, first: int, payloads: Sequence[memoryview]) -> list[str]:
+        def attempt(left: float) -> list[str]:
+            with self._link.guarded():
+                return self._link.client.store(
+                    self._settings.space,
+                    name,
+                    None,
+                    first,
+                    payloads,
+                    digests=keys,
+                    chained=False,
+                    timeout_s=left,
+                )
+
+        return until_room(attempt, self._settings.store_timeout_s)
+
+    def _load(self, name: str, keys: Keys, rows: Rows) -> list[bytes]:
+        """Those keys whose bytes are in their rows afterwards."""
+        budget, good = self._settings.load_timeout_s, list[bytes]()
         with self._link.guarded():
-            found = self._link.client.lookup(self._settings.space, name, digests=[key], timeout_s=budget)
-        if not found.matched_blocks:
-            self._link.client.finish(name)
-            return -1
-        try:
-            with self._fetcher.blocks(name, 0, 1, parts=None, shard=0, timeout_s=budget) as [block]:
-                if not block.is_ok or block.data is None:
-                    return -1
-                row[:] = np.frombuffer(block.data, np.uint8)
-                return row.nbytes
-        finally:
-            self._link.client.finish(name)
+            self._link.client.lookup(
+                self._settings.space, name, digests=keys, chained=False, timeout_s=budget
+            )
+        for part in self._batches(len(keys)):
+            with self._fetcher.blocks(
+                name, part.start, part.stop - part.start, parts=None, shard=0, timeout_s=budget
+            ) as blocks:
+                for key, row, block in zip(keys[part], rows[part], blocks, strict=True):
+                    if block.is_ok and block.data is not None:
+                        row[:] = np.frombuffer(block.data, np.uint8)
+                        good.append(key)
+        return good
 
 
 def space_of(config: Any, settings: TierSettings, tenant: str, salt: bytes, chunk_bytes: int) -> Space:

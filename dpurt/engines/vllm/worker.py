@@ -29,7 +29,7 @@ import numpy as np
 
 from dpurt.client import LoadedBlock
 from dpurt.engines.vllm.fetcher import Fetcher, span_of
-from dpurt.engines.vllm.link import Link, Stopwatch
+from dpurt.engines.vllm.link import Link, Stopwatch, until_room
 from dpurt.engines.vllm.pages import Bytes, Pages
 from dpurt.engines.vllm.plan import Ending, Order, Step
 from dpurt.engines.vllm.settings import Settings
@@ -40,7 +40,7 @@ LOAD_THREADS = 4
 BATCH_BLOCKS = 64  # of one view: released as soon as they are copied
 LAYER_WINDOWS = 4  # in which a load by layer asks for parts
 IDLE_WAIT_S = 0.002
-RETRY_S = 0.05  # of a save that found no room
+PAUSE_FACTOR, PAUSE_S = 2, 60.0
 ARRIVAL_S = 0.02  # between looks for blocks that another engine is storing
 _LOST = (DpurtError, OSError, ValueError, RuntimeError)
 
@@ -94,6 +94,7 @@ class Mover:
         self._loaded: set[str] = set()
         self._failed: set[int] = set()
         self._no_save: set[str] = set()  # requests whose chain broke at the node
+        self._paused: dict[str, float] = {}
         self._layer_waits_until = 0.0
         payload = pages.geometry.payload_bytes
         self._batch = max(1, min(BATCH_BLOCKS, self._settings.save_buffer_bytes // payload))
@@ -197,15 +198,22 @@ class Mover:
         self._saver.submit(self._hint_end, ending)
 
     def _hint_end(self, ending: Ending) -> None:
-        self._no_save.discard(ending.request)
+        request = ending.request
+        self._no_save.discard(request)
+        self._forget_paused()
         if ending.pause_ms is None:
-            self._link.client.finish(ending.request, ending.reason)
-        else:
-            self._link.client.hint(
-                m.Hint(
-                    request=ending.request, kind="pause", expected_ms=ending.pause_ms, reason=ending.reason
-                )
-            )
+            self._link.client.finish(request, ending.reason)
+            return
+        self._paused[request] = time.monotonic() + PAUSE_FACTOR * ending.pause_ms / 1000 + PAUSE_S
+        hint = m.Hint(request=request, kind="pause", expected_ms=ending.pause_ms, reason=ending.reason)
+        self._link.client.hint(hint)
+
+    def _forget_paused(self) -> None:
+        """Who did not come back in twice the time that was announced will not: the node's scope ends."""
+        now = time.monotonic()
+        for request in [request for request, until in self._paused.items() if until < now]:
+            del self._paused[request]
+            self._link.client.finish(request, "did not return")
 
     # --- loads, in their threads ---
 
@@ -348,7 +356,7 @@ class Mover:
         """Is it worth a try? Blocks wait for their save at most `save_timeout_s`, and not at all while the node is down."""
         if job.order.request in self._no_save:
             return False
-        why = "down" if not self._link.is_worth_a_try() else ""
+        why = "" if self._link.is_up else "down"
         if job.watch.s > self._settings.save_timeout_s:
             why = "late"
         if why:
@@ -379,21 +387,19 @@ class Mover:
 
     def _store(self, job: _Job, first: int, count: int) -> bool:
         """Store what was read; False when later blocks of the request would have no parent."""
-        deadline = time.monotonic() + self._link.patience(self._settings.save_timeout_s)
-        statuses = self._try_store(job, first, count, deadline)
-        while "no_room" in statuses and deadline - time.monotonic() > RETRY_S:
-            time.sleep(RETRY_S)
-            statuses = self._try_store(job, first, count, deadline)
+        statuses = until_room(
+            lambda left: self._try_store(job, first, count, left), self._settings.save_timeout_s
+        )
         lost = [s for s in statuses if s not in ("stored", "exists", "in_flight")]
         self._link.tally.why("blocks_not_saved", lost)
         return not lost
 
-    def _try_store(self, job: _Job, first: int, count: int, deadline: float) -> list[str]:
+    def _try_store(self, job: _Job, first: int, count: int, left: float) -> list[str]:
         payloads = [self._buffer[i].data for i in range(count)]
         with self._link.guarded():
             statuses = self._link.client.store(
                 self._settings.space, job.order.request, job.prefix, first, payloads,
-                shard=self._shard, timeout_s=max(0.1, deadline - time.monotonic()),
+                shard=self._shard, timeout_s=left,
             )  # fmt: skip
         stored = statuses.count("stored")
         self._link.tally.count(blocks_saved=stored, bytes_saved=stored * self._buffer.shape[1])

@@ -50,8 +50,8 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
 
     nodes: list[NodeProcess] = []
 
-    def start(space: str | None = None) -> NodeProcess:
-        path = topology(tmp_path, space=space or space_table())
+    def start(space: str | None = None, **options: str) -> NodeProcess:
+        path = topology(tmp_path, space=space or space_table(), **options)
         node = NodeProcess(path, tmp_path / "run", tmp_path / "node.log")
         nodes.append(node)
         node.start()

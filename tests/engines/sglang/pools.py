@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ LAYERS, HEADS, HEAD_SIZE = 3, 2, 16
 SPACE = "tiny"
 
 
-def topology(folder: Path, *, space: str) -> Path:
+def topology(
+    folder: Path, *, space: str, name: str = SPACE, tenant: str = "t", segment: str = "1 MiB",
+    size: str = "64 MiB", staging: str = "16 MiB",
+) -> Path:  # fmt: skip
     """A node on a file, for one space."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -26,21 +30,21 @@ run_dir = "run"
 bind = "tcp://127.0.0.1:{port}"
 session_timeout_s = 2.0
 [staging]
-bytes = "16 MiB"
+bytes = "{staging}"
 [[bdev]]
 name = "flash"
 kind = "file"
 path = "{folder}/kv.img"
-size_bytes = "64 MiB"
-segment_bytes = "1 MiB"
+size_bytes = "{size}"
+segment_bytes = "{segment}"
 [[tenant]]
-name = "t"
+name = "{tenant}"
 salt = "sixteen bytes or more"
 [[host]]
 name = "localhost"
-spaces = ["{SPACE}"]
+spaces = ["{name}"]
 fabrics = ["shm", "tcp"]
-inbound_bytes = "4 MiB"
+inbound_bytes = "{staging}"
 {space}
 """
     )
@@ -75,35 +79,50 @@ def _table(
     )
 
 
-def device_pool(dtype: str = "bfloat16") -> Any:
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV, and how many tokens the pools hold."""
+
+    page_size: int = PAGE
+    layers: int = LAYERS
+    heads: int = HEADS
+    head_size: int = HEAD_SIZE
+    tokens: int = 1024
+
+
+TINY = Shape()
+
+
+def device_pool(shape: Shape = TINY) -> Any:
     """SGLang's own device pool, in CPU memory."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     return MHATokenToKVPool(
-        size=1024, page_size=PAGE, dtype=getattr(torch, dtype), head_num=HEADS, head_dim=HEAD_SIZE,
-        layer_num=LAYERS, device="cpu", enable_memory_saver=False, enable_alt_stream=False,
+        size=shape.tokens, page_size=shape.page_size, dtype=torch.bfloat16, head_num=shape.heads,
+        head_dim=shape.head_size, layer_num=shape.layers, device="cpu", enable_memory_saver=False,
+        enable_alt_stream=False,
     )  # fmt: skip
 
 
-def mha_pool(layout: str = "page_first", device: Any = None) -> Any:
+def mha_pool(layout: str = "page_first", device: Any = None, shape: Shape = TINY) -> Any:
     """SGLang's own host pool, filled with bytes that are nowhere the same."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    device = device or device_pool()
+    device = device or device_pool(shape)
     k, v = tuple(device.k_buffer), tuple(device.v_buffer)
     buffers = KVBuffers(
         k=k, v=v, k_data_ptrs=_pointers(k), v_data_ptrs=_pointers(v), layout=KVBufferLayout.NHD
     )
     info = MHABufferInfo(
-        buffers=buffers, page_size=PAGE, head_num=HEADS, head_dim=HEAD_SIZE, v_head_dim=HEAD_SIZE,
-        dtype=k[0].dtype, device=torch.device("cpu"),
+        buffers=buffers, page_size=shape.page_size, head_num=shape.heads, head_dim=shape.head_size,
+        v_head_dim=shape.head_size, dtype=k[0].dtype, device=torch.device("cpu"),
     )  # fmt: skip
     pool = MHATokenToKVPoolHost(
-        info, 2.0, 0, PAGE, layout, pin_memory=False, device="cpu", device_capacity_tokens=1024, start_layer=0,
-        end_layer=LAYERS,
+        info, 2.0, 0, shape.page_size, layout, pin_memory=False, device="cpu",
+        device_capacity_tokens=shape.tokens, start_layer=0, end_layer=shape.layers,
     )  # fmt: skip
     fill(pool, seed=1)
     return pool
@@ -155,14 +174,16 @@ def page(pool: Any, number: int) -> bytes:
     """A page's bytes in the host pool, read by SGLang's own code."""
     import torch
 
-    return bytes(pool.get_data_page(number * PAGE, flat=True).contiguous().view(torch.uint8).numpy())
+    return bytes(
+        pool.get_data_page(number * pool.page_size, flat=True).contiguous().view(torch.uint8).numpy()
+    )
 
 
-def indices(*pages: int) -> Any:
+def indices(*pages: int, page_size: int = PAGE) -> Any:
     """The host pool's token indices of these pages."""
     import torch
 
-    return torch.cat([torch.arange(number * PAGE, (number + 1) * PAGE) for number in pages])
+    return torch.cat([torch.arange(number * page_size, (number + 1) * page_size) for number in pages])
 
 
 def keys(count: int, prompt: int = 0) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,27 +13,24 @@ from dpurt.engines.vllm.connector import DpurtConnector
 from dpurt.engines.vllm.pages import Pages
 
 
-class _OtherBytes(Pages):
-    """Bytes that are not those that were stored."""
-
-    @staticmethod
-    def change(payloads: Sequence[Any]) -> list[Any]:
-        raise NotImplementedError
+class _Zeroes(Pages):
+    """Nothing in the place of what was stored."""
 
     def scatter(self, ids: Sequence[int], payloads: Sequence[Any], part: int, start: int = 0) -> None:
-        super().scatter(ids, self.change(payloads), part, start)
+        super().scatter(ids, [np.zeros_like(payload) for payload in payloads], part, start)
 
 
-class _Zeroes(_OtherBytes):
-    @staticmethod
-    def change(payloads: Sequence[Any]) -> list[Any]:
-        return [np.zeros_like(payload) for payload in payloads]
+class _Swapped(Pages):
+    """The blocks of the load before, for all but the first load. (Blocks of one prompt swapped among themselves would be no error:
+    positions are in the keys, and attention does not ask in which order they lie.)
+    """
 
+    before: ClassVar[dict[int, list[Any]]] = {}
 
-class _Swapped(_OtherBytes):
-    @staticmethod
-    def change(payloads: Sequence[Any]) -> list[Any]:
-        return [*payloads[1::-1], *payloads[2:]]  # only the first two blocks of a batch
+    def scatter(self, ids: Sequence[int], payloads: Sequence[Any], part: int, start: int = 0) -> None:
+        mine = [payload.copy() for payload in payloads]
+        super().scatter(ids, self.before.get(part, mine)[: len(ids)], part, start)
+        self.before[part] = mine
 
 
 class ZeroingConnector(DpurtConnector):

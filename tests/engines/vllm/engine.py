@@ -16,10 +16,16 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two wait for each other at barriers, for long when cores are shared
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+
+from dpurt.engines.vllm.link import _links as links
 
 OUT = os.fdopen(3, "w", buffering=1)
 
@@ -52,17 +58,28 @@ class Engine:
         time.sleep(command["seconds"])
         return {}
 
+    def connected(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Wait until the connector has found its node."""
+        deadline = time.monotonic() + 120
+        while not any(link.state == "up" for link in links.values()):
+            assert time.monotonic() < deadline, "no node"
+            time.sleep(0.05)
+        return {}
+
     def settle(self, command: dict[str, Any]) -> dict[str, Any]:
         """Step until vLLM has nothing left to do: what it offloads after a request ended, too."""
         deadline = time.monotonic() + 30
         core = self.llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_requests() and time.monotonic() < deadline:
             core.step()
-        return {"left": core.scheduler.has_requests()}
+        assert not core.scheduler.has_requests(), "vLLM does not come to rest"
+        return {}
 
     def reset(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Empty the engine's own prefix cache; the connector's too if asked."""
-        return {"done": self.llm.reset_prefix_cache(reset_connector=command.get("connector", False))}
+        """Empty the engine's own prefix cache."""
+        self.settle(command)
+        assert self.llm.reset_prefix_cache()
+        return {}
 
 
 def as_prompt(each: dict[str, Any]) -> Any:

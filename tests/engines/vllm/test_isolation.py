@@ -83,7 +83,10 @@ def test_a_difference_is_refused_by_name_and_the_engine_goes_on(
     engine: dict[str, Any],
 ) -> None:
     node = make_node(**space)
-    with make_engine(kv_transfer_config=node.transfer_config(), load_format="dummy", **engine) as running:
+    with make_engine(
+        kv_transfer_config=node.transfer_config(), connected=False, load_format="dummy", **engine
+    ) as running:
+        running.ask(do="sleep", seconds=3)
         [output] = running.generate([{"tokens": text[:256]}])
         assert output["finish"] == "length"
         assert output["cached"] == 0

@@ -11,7 +11,7 @@ Make = Callable[..., Any]
 def test_chunks_come_back_through_the_host_region_of_a_later_process(
     make_node: Make, make_engine: Make, text: list[int]
 ) -> None:
-    prompts = [{"tokens": text[i * 4500 : i * 4500 + n]} for i, n in enumerate([1024, 2048])]
+    prompts = [{"tokens": text[i * 4500 : i * 4500 + n]} for i, n in enumerate([512, 700])]
     with make_engine() as plain:
         truth = plain.generate(prompts)
     node = make_node(tier=True)

@@ -41,7 +41,7 @@ def prompts_of(model: Path, count: int, length: int) -> list[list[int]]:
 
 def measure(model: Path, folder: Path, prompts: Sequence[list[int]]) -> dict[str, list[float]]:
     """Seconds by row, one a prompt; the first prompt warms up and is left out."""
-    node = Node(folder)
+    node = Node(folder, size="4 GiB")
     node.start()
     rows: dict[str, list[float]] = {}
     configs = {
@@ -70,13 +70,13 @@ def turn(engines: dict[str, Engine], node: Node, prompt: list[int], rows: dict[s
     for name in ("dpurt", "vLLM CPU offload"):
         rows.setdefault(f"{name}, hit in DRAM", []).append(first_token(engines[name], prompt, 0.9))
     node.empty_staging()
-    engines["dpurt"].ask(do="sleep", seconds=1.5)  # the client finds out that the node was restarted
+    engines["dpurt"].ask(do="sleep", seconds=1.0)  # it notices that the node went away
+    engines["dpurt"].ask(do="connected")
     rows.setdefault("dpurt, hit on flash", []).append(first_token(engines["dpurt"], prompt, 0.9))
 
 
 def first_token(engine: Engine, prompt: list[int], cached: float) -> float:
     """Seconds to one token, with the engine's own cache emptied; at least this share of the prompt must come from elsewhere."""
-    engine.ask(do="settle")
     engine.ask(do="reset")
     answer: dict[str, Any] = engine.ask(do="generate", prompts=[{"tokens": prompt}], max_tokens=1)
     [output] = answer["outputs"]

@@ -27,4 +27,4 @@ def endpoints(far) -> Iterator[Peers]:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 async def test_contract_across_two_machines(case, endpoints):  # type: ignore[no-untyped-def]
-    await run_case(case, lambda access: VerbsFabric(access, [find("rxe0")]), TRAITS, endpoints)
+    await run_case(case, lambda access: VerbsFabric(access, [find("rxe0")]), TRAITS, endpoints, 150.0)

@@ -1,0 +1,341 @@
+"""Which blocks one engine's rank holds in HBM and in CPU memory: told by hash, asked for by tokens.
+
+Theory of operation. Engines tell of blocks by the thousand a second, and routers ask for a few prompts; so what is told is
+only noted, and looked at when a question leads there. Blocks that were told together, or each below the last, are a
+*segment*: their hashes, and their tokens as they were told (a `TokenCodec` can read them, later). A dict for each tier leads from a
+hash to its segment, and says by that who is held; another from a hash to the segments that begin *below* it::
+
+    held[HBM]   h0 h1 h2 h3 h4         below[root]   segment A: h0 h1 h2 h3     <- grows at its end
+                 A  A  A  A  B         below[h1]     segment B: h4
+
+A question walks from the root: the next block's tokens find a segment (those that were never asked for have their first
+block read now), the rest of it is compared in one piece, and so on below the last equal block. Who has time to spare reads
+long segments beforehand (`read_ahead`). A hash only leads to
+tokens, which are compared exactly; none stands for them.
+
+What is not held is not kept: a segment goes with its last held block, and what is below it waits for it to be told again, for
+no prompt can have it without. Therefore the order in which blocks are told does not matter: a child may come before its
+parent. A block that was told without tokens is held, but no prompt leads to it until it is told with them.
+
+A segment's first block may have a *label*, bytes that it has besides its tokens (a cache salt, an image): a question must name it.
+
+Left to others: what a hash is, whose blocks these are, what was lost. Single-threaded.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+_FEW = 8  # blocks whose tokens are read quickly enough when a question leads to them
+_PIECE_BYTES = 65_536  # compared at once
+
+
+class HostTier(enum.IntEnum):
+    """A tier of a GPU host."""
+
+    HBM = 0
+    CPU = 1
+
+
+class Leading(NamedTuple):
+    """Leading blocks of a prompt in HBM, and in HBM or CPU memory."""
+
+    hbm: int
+    both: int
+
+
+class TokenCodec(Protocol):
+    """Reads tokens as they were told. Raises nothing: what has no tokens has bytes that no prompt has."""
+
+    def first(self, told: bytes, count: int) -> bytes:
+        """Token bytes of the first of `count` blocks."""
+
+    def blocks(self, told: bytes, count: int) -> bytes:
+        """Token bytes of all of them."""
+
+
+class PlainTokens:
+    """A `TokenCodec` for token bytes that are there."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def first(self, told: bytes, count: int) -> bytes:
+        return told[: self._width]
+
+    def blocks(self, told: bytes, count: int) -> bytes:
+        return told
+
+
+class _Segment:
+    __slots__ = ("above", "content", "hashes", "held", "is_ragged", "key", "label", "told")
+
+    def __init__(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> None:
+        self.above = above
+        self.hashes = hashes
+        self.content = bytearray()
+        self.told = [(told, len(hashes))]  # of how many blocks; not read yet, comes after `content`
+        self.held = [0, 0]  # blocks held, by tier
+        self.label = label
+        self.key = b""  # its name in `_Branches.known`, once it has one
+        self.is_ragged = False  # its last blocks went, their tokens may still be there: it grows no more
+
+    def first(self, codec: TokenCodec, width: int) -> bytes:
+        """Its first block's tokens."""
+        return bytes(self.content[:width]) if self.content else codec.first(*self.told[0])
+
+    def read(self, codec: TokenCodec) -> bytearray:
+        """Its blocks' tokens; at least as many as it has hashes."""
+        while self.told:
+            self.read_next(codec)
+        return self.content
+
+    def read_next(self, codec: TokenCodec) -> int:
+        """Read what was told next; how many blocks that were."""
+        told, count = self.told.pop(0)
+        self.content += codec.blocks(told, count)
+        return count
+
+
+class _Branches:
+    """The segments below one block: by label and first block, those that were never asked for apart."""
+
+    __slots__ = ("known", "new")
+
+    def __init__(self) -> None:
+        self.new: dict[_Segment, None] = {}
+        self.known: dict[bytes, list[_Segment]] = {}
+
+    def find(self, key: bytes, codec: TokenCodec, width: int) -> Sequence[_Segment]:
+        for segment in self.new:
+            segment.key = segment.label + segment.first(codec, width)
+            self.known.setdefault(segment.key, []).append(segment)
+        self.new.clear()
+        return self.known.get(key, ())
+
+    def remove(self, segment: _Segment) -> bool:
+        """Whether it was the last."""
+        if not segment.key:
+            del self.new[segment]
+        elif len(self.known[segment.key]) > 1:
+            self.known[segment.key].remove(segment)
+        else:
+            del self.known[segment.key]
+        return not (self.new or self.known)
+
+    def all(self) -> Iterable[_Segment]:
+        yield from self.new
+        for segments in self.known.values():
+            yield from segments
+
+
+class HeldBlocks:
+    """The blocks of one rank; `width` is the bytes of a block's tokens. Roots and hashes are told apart by their types."""
+
+    def __init__(self, width: int, codec: TokenCodec | None = None) -> None:
+        self.width = width
+        self._codec = codec or PlainTokens(width)
+        self._held: tuple[dict[Hashable, _Segment | None], dict[Hashable, _Segment | None]] = ({}, {})
+        self._below: dict[Hashable, _Branches] = {}
+        self._unread: dict[_Segment, None] = {}  # told much at once, and not read
+
+    def __len__(self) -> int:
+        """Blocks held, each tier counted."""
+        return len(self._held[0]) + len(self._held[1])
+
+    def holds(self, block_hash: Hashable, tier: HostTier) -> bool:
+        """Is this block held in that tier?"""
+        return block_hash in self._held[tier]
+
+    def leading(self, root: Hashable, tokens: bytes, label: bytes = b"") -> Leading:
+        """How much of a prompt below `root` is held, in whole blocks. `label` is its first block's."""
+        above, at, hbm, both, hbm_goes_on = root, 0, 0, 0, True
+        stop = len(tokens) - len(tokens) % self.width
+        while at < stop and (found := self._segment_at(above, tokens, at, stop, label)):
+            segment, count = found
+            in_hbm = self._leading_in(segment, count, (HostTier.HBM,)) if hbm_goes_on else 0
+            in_both = count if in_hbm == count else self._leading_in(segment, count, tuple(HostTier))
+            hbm, both, hbm_goes_on = hbm + in_hbm, both + in_both, hbm_goes_on and in_hbm == count
+            if in_both < count:
+                break
+            above, at, label = segment.hashes[count - 1], at + count * self.width, b""
+        return Leading(hbm, both)
+
+    # --- changing ---
+
+    def store(
+        self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes = b""
+    ) -> None:
+        """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
+        mine, other = self._held[tier], self._held[1 - tier]
+        if len(hashes) == 1:
+            is_new = hashes[0] not in mine and hashes[0] not in other
+        else:
+            is_new = mine.keys().isdisjoint(hashes) and other.keys().isdisjoint(hashes)
+        if not is_new:
+            self._store_each(above, hashes, told, tier, label)
+            return
+        segment = mine.get(above)
+        if segment is not None and segment.hashes[-1] == above and self._may_grow(segment, label):
+            segment.hashes += hashes
+            segment.told.append((told, len(hashes)))
+        else:
+            segment = self._begin(above, list(hashes), told, label)
+        before = len(mine)
+        for block_hash in hashes:
+            mine[block_hash] = segment
+        segment.held[tier] += len(mine) - before
+        if len(hashes) > _FEW:
+            self._unread[segment] = None
+
+    def read_ahead(self, max_blocks: int) -> bool:
+        """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
+        while self._unread and max_blocks > 0:
+            segment = next(iter(self._unread))
+            if segment.told:
+                max_blocks -= segment.read_next(self._codec)
+            if not segment.told:
+                del self._unread[segment]
+        return bool(self._unread)
+
+    def _may_grow(self, segment: _Segment, label: bytes) -> bool:
+        return not (segment.is_ragged or label or segment.hashes[-1] in self._below)
+
+    def note(self, block_hash: Hashable, tier: HostTier) -> None:
+        """A block is held; nothing is said of its tokens."""
+        mine = self._held[tier]
+        if block_hash not in mine:
+            segment = mine[block_hash] = self._held[1 - tier].get(block_hash)
+            if segment is not None:
+                segment.held[tier] += 1
+
+    def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
+        """Blocks are no longer held; those that were not are passed over."""
+        mine, other = self._held[tier], self._held[1 - tier]
+        for block_hash in hashes:
+            segment = mine.pop(block_hash, None)
+            if segment is None:
+                continue
+            held = segment.held
+            held[tier] -= 1
+            if not (held[0] or held[1]):
+                self._end(segment)
+            elif segment.hashes[-1] == block_hash and block_hash not in other:
+                segment.hashes.pop()
+                segment.is_ragged = True
+
+    def clear(self, tier: HostTier) -> None:
+        """Nothing is held in that tier any more."""
+        self._held[tier].clear()
+        segments = [segment for branches in self._below.values() for segment in branches.all()]
+        self._below = {}
+        for segment in segments:
+            segment.held[tier], segment.key = 0, b""
+            if not segment.held[1 - tier]:
+                self._unread.pop(segment, None)
+            else:
+                self._below.setdefault(segment.above, _Branches()).new[segment] = None
+
+    # --- inside ---
+
+    def _segment_at(
+        self, above: Hashable, tokens: bytes, at: int, stop: int, label: bytes
+    ) -> tuple[_Segment, int] | None:
+        """The segment below `above` with the next block of a prompt, and how many of its blocks are the prompt's."""
+        branches = self._below.get(above)
+        if branches is None:
+            return None
+        found = branches.find(label + tokens[at : at + self.width], self._codec, self.width)
+        counts = [(self._common(segment, tokens, at, stop), segment) for segment in found]
+        if not counts:
+            return None
+        count, segment = max(counts, key=_first)
+        return segment, count
+
+    def _common(self, segment: _Segment, tokens: bytes, at: int, stop: int) -> int:
+        """How many blocks of a segment, whose first is there, are at `tokens[at:stop]`."""
+        size, equal = min(len(segment.hashes) * self.width, stop - at), self.width
+        if size == equal:
+            return 1
+        content = segment.read(self._codec)
+        with memoryview(content) as mine:
+            while equal < size:
+                piece = mine[equal : min(equal + _PIECE_BYTES, size)]
+                if not tokens.startswith(piece, at + equal):
+                    theirs = np.frombuffer(tokens, np.uint8, len(piece), at + equal)
+                    equal += int((np.frombuffer(piece, np.uint8) != theirs).argmax())
+                    break
+                equal += len(piece)
+        return equal // self.width
+
+    def _leading_in(self, segment: _Segment, count: int, tiers: tuple[HostTier, ...]) -> int:
+        """How many of a segment's first `count` blocks are held in one of the tiers."""
+        if any(segment.held[tier] == len(segment.hashes) for tier in tiers):
+            return count
+        dicts = [self._held[tier] for tier in tiers]
+        for i in range(count):
+            if not any(segment.hashes[i] in held for held in dicts):
+                return i
+        return count
+
+    def _begin(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> _Segment:
+        segment = _Segment(above, hashes, told, label)
+        branches = self._below.get(above)
+        if branches is None:
+            branches = self._below[above] = _Branches()
+        branches.new[segment] = None
+        return segment
+
+    def _end(self, segment: _Segment) -> None:
+        self._unread.pop(segment, None)
+        if self._below[segment.above].remove(segment):
+            del self._below[segment.above]
+
+    def _store_each(
+        self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes
+    ) -> None:
+        """Some of the blocks are known in a tier: each is held with the tokens it has, or gets these."""
+        mine, other = self._held[tier], self._held[1 - tier]
+        tokens = self._codec.blocks(told, len(hashes))
+        for i, block_hash in enumerate(hashes):
+            segment = mine.get(block_hash) or other.get(block_hash)
+            if segment is None:
+                segment = self._begin(above, [block_hash], b"", b"" if i else label)
+                segment.told.clear()
+                segment.content += tokens[i * self.width : (i + 1) * self.width]
+                if block_hash in other:
+                    other[block_hash] = segment
+                    segment.held[1 - tier] += 1
+                if block_hash in mine:
+                    mine[block_hash] = segment
+                    segment.held[tier] += 1
+            if block_hash not in mine:
+                mine[block_hash] = segment
+                segment.held[tier] += 1
+            above = block_hash
+
+    def check_integrity(self) -> None:
+        """AssertionError, with what is wrong, unless segments and tiers agree. Slow: for tests."""
+        segments = [segment for branches in self._below.values() for segment in branches.all()]
+        for above, branches in self._below.items():
+            assert branches.new or branches.known, "an empty branch was kept"
+            assert all(segment.above == above for segment in branches.all()), "a segment is at a wrong place"
+        for tier in HostTier:
+            told = [segment for segment in self._held[tier].values() if segment is not None]
+            for segment in segments:
+                assert segment.held[tier] == told.count(segment), f"{tier}: a segment miscounts its blocks"
+            assert all(segment in segments for segment in told), (
+                f"{tier}: a block is in a segment that is gone"
+            )
+            for block_hash, known in self._held[tier].items():
+                assert known is None or block_hash in known.hashes, f"{tier}: a block is not in its segment"
+        assert all(any(segment.held) for segment in segments), "a segment that nobody holds was kept"
+        assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
+
+
+def _first(pair: tuple[int, _Segment]) -> int:
+    return pair[0]
