@@ -91,7 +91,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One run. `counts` are the node's own, `predicted` the replay's of its recording."""
+    """One run. Of the blocks its layers asked for: `hits` were staged, `late` on their way by a prefetch. `counts` are the
+    node's own, `predicted` the replay's of its recording.
+    """
 
     mode: str
     wall_s: float
@@ -99,6 +101,7 @@ class Outcome:
     logits: bytes
     hits: float = 0.0
     late: float = 0.0
+    late_of_issued: float = 0.0
     stalled_turns: float = 0.0
     stall_ms_per_step: float = 0.0
     layer_ms: float = 0.0
@@ -230,7 +233,8 @@ def _predicted(path: Path, plan: Plan, mode: Mode) -> dict[str, float]:
     tally = replay_attention(trace, POLICIES[mode.policy], scenario)
     return {
         "hits": tally.hits / tally.demanded,
-        "late": tally.late / max(1, tally.issued),
+        "late": tally.late / tally.demanded,
+        "late_of_issued": tally.late / max(1, tally.issued),
         "stall_ms_per_step": 1000 * tally.stall_s / trace.steps,
     }
 
@@ -241,7 +245,8 @@ def _outcome(work: Work, mode: Mode, run: _Run, times: Times, predicted: Mapping
     return Outcome(
         mode=mode.name, wall_s=run.wall_s, tokens=run.sequence.tokens[len(work.tokens) :],
         logits=run.sequence.logits_digest.digest(), hits=counts["hits"] / counts["demanded"],
-        late=counts["late"] / max(1, counts["issued"]), stalled_turns=stalled / len(run.kv.found),
+        late=counts["late"] / counts["demanded"],
+        late_of_issued=counts["late"] / max(1, counts["issued"]), stalled_turns=stalled / len(run.kv.found),
         stall_ms_per_step=1000 * sum(times.stall_s) / steps, layer_ms=1000 * median(times.layer_s),
         read_ms=1000 * counts["read_s"] / max(1, counts["reads"]), counts=counts, predicted=predicted,
     )  # fmt: skip

@@ -59,7 +59,7 @@ def as_text(result: Mapping[str, Any]) -> str:
         f"  staging {about['staging_share']:.0%} of the cold KV ({about['staging_slots']:,} slots, and {about['spare_slots']} to "
         f"pass through); device: {device['kind']}, {pace}",
         f"{'':<16}{'tokens/s':>9}{'hits':>8}{'late':>8}{'stalled':>9}{'stall':>12}{'replay says':>28}",
-        f"{'':<16}{'':>9}{'':>8}{'issued':>8}{'turns':>9}{'ms a step':>12}{'hits':>10}{'late':>8}{'ms':>10}",
+        f"{'':<16}{'':>9}{'':>8}{'':>8}{'turns':>9}{'ms a step':>12}{'hits':>10}{'late':>8}{'ms':>10}",
         *(_row(run) for run in runs),
         "tokens and logits: " + ("identical in all runs" if result["identical"] else "DIFFERENT"),
     ]
@@ -72,6 +72,6 @@ def _row(run: Mapping[str, Any]) -> str:
         return head
     said = run["predicted"]
     return (
-        f"{head}{run['hits']:>8.1%}{run['late']:>8.1%}{run['stalled_turns']:>9.1%}{run['stall_ms_per_step']:>12.1f}"
-        f"{said['hits']:>10.1%}{said['late']:>8.1%}{said['stall_ms_per_step']:>10.1f}"
+        f"{head}{run['hits']:>8.1%}{run['late']:>8.2%}{run['stalled_turns']:>9.1%}{run['stall_ms_per_step']:>12.1f}"
+        f"{said['hits']:>10.1%}{said['late']:>8.2%}{said['stall_ms_per_step']:>10.1f}"
     )

@@ -1,7 +1,7 @@
 """Which cold blocks a layer attends to: by digests of their keys that stay in memory, after Quest (arXiv 2406.10774).
 
-A block's digest is, for each KV head, the least and the greatest value of each key component in it: a sixteenth of the
-block's KV at 16 tokens in float32. With them no key in the block can score more with a query than its *bound*. The bounds'
+A block's digest is, for each KV head, the least and the greatest value of each key component in it: in float32 an
+eighth of the block's KV, at 16 tokens. With them no key in the block can score more with a query than its *bound*. The bounds'
 softmax over the cold blocks, averaged over heads, is taken for the block's share of attention; the blocks with the largest
 shares are attended to. With the queries a layer is foretold to have, the same shares rank blocks for it ahead of time.
 """
