@@ -85,7 +85,7 @@ class Scenario:
     decode_step_s: float = 0.03
     lookahead_blocks: int = 256
     prefetch_queue_depth: int = 4
-    prefetch_share: float = 0.5
+    prefetch_share: float = 1.0
     hint_lead_s: float = 0.0
     min_probability: float = 0.02
     horizon_s: float = 120.0
