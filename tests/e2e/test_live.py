@@ -46,7 +46,9 @@ def test_a_live_nodes_decisions_are_those_of_its_replay(policy: str, tmp_path: P
     recorded = live.recorded
     assert recorded.references == TURNS * 4 * 12
     assert recorded.staging + recorded.in_flight + recorded.nvme == live.heard.loaded
-    assert recorded.recomputed == live.heard.computed == 4 * 12
+    assert recorded.recomputed == live.heard.computed >= 4 * 12, (
+        "more where a stalled machine let two turns overlap"
+    )
     assert live.recording.lost == 0
     assert lint(live.recording.path) == []
     predicted = predict(live, policy, setup)

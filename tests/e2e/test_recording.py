@@ -94,6 +94,7 @@ def test_without_prefetch_the_victims_are_equal(tmp_path: Path) -> None:
     assert verdict.difference == ""
     assert verdict.decisions["victim"] > 10
     assert verdict.ledger is None
+    assert lint(path) == []
 
 
 def changed(recorded: Path, path: Path, change: Callable[[list[r.Line]], None]) -> Recording:
