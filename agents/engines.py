@@ -78,6 +78,7 @@ class EnginesAgent(Actor[None]):
         self.unfound: dict[str, str] = {}  # engines whose ranks are not known, and why
         self._engines = engines
         self._geometries = geometries
+        self._heard = trio.Event()  # since tokens were last read ahead
         self._context: zmq.Context[zmq.Socket[bytes]]
 
     def stats(self) -> dict[str, object]:
@@ -195,6 +196,7 @@ class EnginesAgent(Actor[None]):
 
     def _receive(self, rank: Rank, socket: ZmqSocket, first: list[bytes]) -> None:
         """A message, and those that are here with it."""
+        self._heard.set()
         now, frames = trio.current_time(), first
         for _ in range(AT_ONCE):
             if socket.was_interrupted():
@@ -235,6 +237,7 @@ class EnginesAgent(Actor[None]):
                     frames = await socket.recv()
                     stalled.deadline = trio.current_time() + REPLAY_STALLED_S
                     next_ask = core.replayed(frames, trio.current_time())
+                    self._heard.set()
                     if next_ask is not None or not core.is_replaying:
                         return next_ask
         return core.replay_failed(trio.current_time())
@@ -250,9 +253,13 @@ class EnginesAgent(Actor[None]):
     async def _read_ahead(self) -> None:
         """When no messages come, read the tokens of what was told, a little at a time: then no question has to wait for that."""
         while True:
-            await trio.sleep(QUIET_S)
+            await self._heard.wait()
+            self._heard = trio.Event()
             is_more = True
-            while is_more and self._is_quiet():
+            while is_more:
+                if not self._is_quiet():
+                    await trio.sleep(QUIET_S)
+                    continue
                 is_more = any(
                     [rank.core.residency.held.read_ahead(READ_BLOCKS) for rank in self.ranks.values()]
                 )
