@@ -425,7 +425,8 @@ class GatewayAgent(Actor[None]):
         if scope is None or scope.state.retired:
             return m.Ok(id=request.id)  # it ended meanwhile
         state, parts = scope.state, self._parts(scope.state, request.parts)
-        positions = [p for p in request.blocks if p < len(scope.handles)]
+        known = len(scope.handles)
+        positions = [p for p in request.blocks if p < known and scope.handles[p] != NO_HANDLE]
         refs = state.refs(scope.handles[positions].tolist(), request.shard) if positions else []
         for first, count in _runs(positions):
             self._observe(Consumed(scope.sequence, first, count))

@@ -543,10 +543,10 @@ class Intake:
         slots = state.index.locations(ids).slot[:, shard]
         is_there = (ids >= 0) & (slots == [job.slot for job in jobs]) & (not state.retired)
         if not is_there.all():
-            for i in np.flatnonzero(
-                ~is_there
-            ).tolist():  # dropped meanwhile: a pinned slot leaves no other way
-                self._storage.store.forget(extents[i])
+            # those dropped meanwhile: a pinned slot leaves no other way
+            for extent, is_kept in zip(extents, is_there.tolist(), strict=True):
+                if not is_kept:
+                    self._storage.store.forget(extent)
             ids, extents = ids[is_there], [extents[i] for i in np.flatnonzero(is_there).tolist()]
         state.index.set_extents(ids, shard, extents)
 
