@@ -13,8 +13,9 @@ block read now), the rest of it is compared in one piece, and so on below the la
 long segments beforehand (`read_ahead`). A hash only leads to
 tokens, which are compared exactly; none stands for them.
 
-What is not held is not kept: a segment goes with its last held block, and what is below it waits for it to be told again, for
-no prompt can have it without. Therefore the order in which blocks are told does not matter: a child may come before its
+What is not held is not kept, but for blocks amid a segment: they stand there as *gone*, until they are told again or the segment
+goes with its last held block. So a block stands in one segment at most, and one way leads to it. What is below a block that
+went waits for it to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not matter: a child may come before its
 parent. A block that was told without tokens is held, but no prompt leads to it until it is told with them.
 
 A segment's first block may have a *label*, bytes that it has besides its tokens (a cache salt, an image): a question must name it.
@@ -140,6 +141,7 @@ class HeldBlocks:
         self.width = width
         self._codec = codec or PlainTokens(width)
         self._held: tuple[dict[Hashable, _Segment | None], dict[Hashable, _Segment | None]] = ({}, {})
+        self._gone: dict[Hashable, _Segment] = {}  # stand amid a segment, and are held in no tier
         self._below: dict[Hashable, _Branches] = {}
         self._unread: dict[_Segment, None] = {}  # told much at once, and not read
 
@@ -171,12 +173,8 @@ class HeldBlocks:
         self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes = b""
     ) -> None:
         """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
-        mine, other = self._held[tier], self._held[1 - tier]
-        if len(hashes) == 1:
-            is_new = hashes[0] not in mine and hashes[0] not in other
-        else:
-            is_new = mine.keys().isdisjoint(hashes) and other.keys().isdisjoint(hashes)
-        if not is_new:
+        mine = self._held[tier]
+        if not self._are_new(hashes):
             self._store_each(above, hashes, told, tier, label)
             return
         segment = mine.get(above)
@@ -202,6 +200,12 @@ class HeldBlocks:
                 del self._unread[segment]
         return bool(self._unread)
 
+    def _are_new(self, hashes: Sequence[Hashable]) -> bool:
+        """Does none of these blocks stand anywhere?"""
+        if len(hashes) == 1:
+            return not any(hashes[0] in places for places in (*self._held, self._gone))
+        return all(places.keys().isdisjoint(hashes) for places in (*self._held, self._gone))
+
     def _may_grow(self, segment: _Segment, label: bytes) -> bool:
         return not (segment.is_ragged or label or segment.hashes[-1] in self._below)
 
@@ -209,7 +213,7 @@ class HeldBlocks:
         """A block is held; nothing is said of its tokens."""
         mine = self._held[tier]
         if block_hash not in mine:
-            segment = mine[block_hash] = self._held[1 - tier].get(block_hash)
+            segment = mine[block_hash] = self._standing(block_hash)
             if segment is not None:
                 segment.held[tier] += 1
 
@@ -224,21 +228,29 @@ class HeldBlocks:
             held[tier] -= 1
             if not (held[0] or held[1]):
                 self._end(segment)
-            elif segment.hashes[-1] == block_hash and block_hash not in other:
+            elif block_hash in other:
+                pass
+            elif segment.hashes[-1] == block_hash:
                 segment.hashes.pop()
                 segment.is_ragged = True
+            else:
+                self._gone[block_hash] = segment
 
     def clear(self, tier: HostTier) -> None:
         """Nothing is held in that tier any more."""
         self._held[tier].clear()
         segments = [segment for branches in self._below.values() for segment in branches.all()]
-        self._below = {}
+        self._below, self._gone = {}, {}
+        other = self._held[1 - tier]
         for segment in segments:
             segment.held[tier], segment.key = 0, b""
             if not segment.held[1 - tier]:
                 self._unread.pop(segment, None)
             else:
                 self._below.setdefault(segment.above, _Branches()).new[segment] = None
+                self._gone.update(
+                    (block_hash, segment) for block_hash in segment.hashes if block_hash not in other
+                )
 
     # --- inside ---
 
@@ -292,27 +304,42 @@ class HeldBlocks:
 
     def _end(self, segment: _Segment) -> None:
         self._unread.pop(segment, None)
+        if self._gone:
+            for block_hash in segment.hashes:
+                self._gone.pop(block_hash, None)
         if self._below[segment.above].remove(segment):
             del self._below[segment.above]
+
+    def _standing(self, block_hash: Hashable) -> _Segment | None:
+        """The segment that a block, not held in one tier, stands in; it is to be held, so it is not gone any more."""
+        for held in self._held:
+            if (segment := held.get(block_hash)) is not None:
+                return segment
+        return self._gone.pop(block_hash, None)
 
     def _store_each(
         self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes
     ) -> None:
-        """Some of the blocks are known in a tier: each is held with the tokens it has, or gets these."""
+        """Some of the blocks stand already: each is held with the tokens it has, or gets these."""
         mine, other = self._held[tier], self._held[1 - tier]
-        tokens = self._codec.blocks(told, len(hashes))
+        tokens = b""
+        fresh: _Segment | None = None  # of the blocks just before, that stood nowhere
         for i, block_hash in enumerate(hashes):
-            segment = mine.get(block_hash) or other.get(block_hash)
-            if segment is None:
-                segment = self._begin(above, [block_hash], b"", b"" if i else label)
-                segment.told.clear()
+            segment = self._standing(block_hash)
+            if segment is not None:
+                fresh = None
+            else:
+                tokens = tokens or self._codec.blocks(told, len(hashes))
+                if fresh is None:
+                    fresh = self._begin(above, [], b"", b"" if i else label)
+                    fresh.told.clear()
+                segment = fresh
+                segment.hashes.append(block_hash)
                 segment.content += tokens[i * self.width : (i + 1) * self.width]
+                mine.pop(block_hash, None)  # it may be held without tokens
                 if block_hash in other:
                     other[block_hash] = segment
                     segment.held[1 - tier] += 1
-                if block_hash in mine:
-                    mine[block_hash] = segment
-                    segment.held[tier] += 1
             if block_hash not in mine:
                 mine[block_hash] = segment
                 segment.held[tier] += 1
@@ -331,9 +358,19 @@ class HeldBlocks:
             assert all(segment in segments for segment in told), (
                 f"{tier}: a block is in a segment that is gone"
             )
+            assert self._gone.keys().isdisjoint(self._held[tier]), f"{tier}: a block is held and gone"
             for block_hash, known in self._held[tier].items():
                 assert known is None or block_hash in known.hashes, f"{tier}: a block is not in its segment"
         assert all(any(segment.held) for segment in segments), "a segment that nobody holds was kept"
+        standing = {block_hash: segment for segment in segments for block_hash in segment.hashes}
+        assert len(standing) == sum(len(segment.hashes) for segment in segments), (
+            "a block stands in two places"
+        )
+        assert all(standing[block_hash] is segment for block_hash, segment in self._gone.items()), (
+            "a gone block is where it does not stand"
+        )
+        held = self._held[0].keys() | self._held[1].keys()
+        assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
 
 

@@ -399,6 +399,13 @@ def test_a_child_may_come_before_its_parent() -> None:
     assert one.leading((1, 2, 3)) == Leading(0, 3)
 
 
+def test_a_block_that_went_from_amid_a_chain_and_comes_back_with_another_one_below_it_leads_on() -> None:
+    one = line()
+    one.publish(stored((0, 0, 0)), removed((0, 0)), stored((0, 0, 1), 1))
+    one.deliver()
+    assert one.leading((0, 0, 0)) == one.leading((0, 0, 1)) == Leading(3, 3)
+
+
 def test_a_long_chain_told_backwards_is_found() -> None:
     one, chain = line(), tuple(range(3000))
     one.publish(*(stored(chain[: i + 1], i, "CPU") for i in reversed(range(3000))))
