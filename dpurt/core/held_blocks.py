@@ -15,8 +15,9 @@ tokens, which are compared exactly; none stands for them.
 
 What is not held is not kept, but for blocks amid a segment: they stand there as *gone*, until they are told again or the segment
 goes with its last held block. So a block stands in one segment at most, and one way leads to it. What is below a block that
-went waits for it to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not matter: a child may come before its
-parent. A block that was told without tokens is held, but no prompt leads to it until it is told with them.
+went waits for it to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not
+matter: a child may come before its parent. A block that was told without tokens is held, but no prompt leads to it until it is
+told with them.
 
 A segment's first block may have a *label*, bytes that it has besides its tokens (a cache salt, an image): a question must name it.
 
@@ -202,9 +203,15 @@ class HeldBlocks:
 
     def _are_new(self, hashes: Sequence[Hashable]) -> bool:
         """Does none of these blocks stand anywhere?"""
+        (one, other), gone = self._held, self._gone
         if len(hashes) == 1:
-            return not any(hashes[0] in places for places in (*self._held, self._gone))
-        return all(places.keys().isdisjoint(hashes) for places in (*self._held, self._gone))
+            block_hash = hashes[0]
+            return not (block_hash in one or block_hash in other or block_hash in gone)
+        return (
+            one.keys().isdisjoint(hashes)
+            and other.keys().isdisjoint(hashes)
+            and gone.keys().isdisjoint(hashes)
+        )
 
     def _may_grow(self, segment: _Segment, label: bytes) -> bool:
         return not (segment.is_ragged or label or segment.hashes[-1] in self._below)
