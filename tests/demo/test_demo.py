@@ -29,23 +29,29 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
     assert cli.main(["demo", *words]) == 2
 
 
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a short name: below it are Unix sockets, whose paths have at most 107 bytes."""
+    return tmp_path_factory.mktemp("demo")
+
+
 @pytest.mark.slow
-def test_sigterm_ends_the_demo_with_its_processes_and_folder(tmp_path: Path) -> None:
+def test_sigterm_ends_the_demo_with_its_processes_and_folder(folder: Path) -> None:
     command = [
         sys.executable, "-m", "dpurt", "demo", "--requests", "40", "--fabric", "shm", "--block-bytes", "16 KiB",
-        "--dir", str(tmp_path), "--picture", str(tmp_path / "hits.html"), "--json", "-",
+        "--dir", str(folder), "--picture", str(folder / "hits.html"), "--json", "-",
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         limit = time.monotonic() + 60
-        while not list(tmp_path.glob("*/shm/node.ready")):
+        while not list(folder.glob("*/shm/node.ready")):
             assert process.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.05)
         process.terminate()
         _, said = process.communicate(timeout=60)
         assert process.returncode == cli.INTERRUPTED, said
-    assert list(tmp_path.iterdir()) == []
-    mine = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(tmp_path))]
+    assert list(folder.iterdir()) == []
+    mine = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(folder))]
     assert mine == []
 
 
@@ -57,10 +63,10 @@ def mentions(cmdline: Path, word: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_demo_verifies_every_byte_and_its_books_balance(tmp_path: Path) -> None:
+def test_the_demo_verifies_every_byte_and_its_books_balance(folder: Path) -> None:
     command = [
         sys.executable, "-m", "dpurt", "demo", "--requests", "40", "--fabric", "shm", "--block-bytes", "16 KiB",
-        "--speed", "60", "--dir", str(tmp_path), "--picture", str(tmp_path / "hits.html"), "--json", "-",
+        "--speed", "60", "--dir", str(folder), "--picture", str(folder / "hits.html"), "--json", "-",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -78,5 +84,5 @@ def test_the_demo_verifies_every_byte_and_its_books_balance(tmp_path: Path) -> N
     [run] = got["runs"]
     assert run["node_exit_code"] == 0
     assert all(host["unreachable"] == 0 for host in run["hosts"].values())
-    assert (tmp_path / "hits.html").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["hits.html"], "it cleans up behind itself"
+    assert (folder / "hits.html").exists()
+    assert [path.name for path in folder.iterdir()] == ["hits.html"], "it cleans up behind itself"
