@@ -80,7 +80,7 @@ class Reserved:
         return self.given_back or self.is_committing
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Written:
     """One block of a commit message, whose reservation stands; `position` in the message."""
 
@@ -426,12 +426,11 @@ class Intake:
             payload[:] = source
         else:  # without the interpreter's lock, and slow to begin
             np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(source, np.uint8))
-        return all(
-            crc32c.crc32c(payload[start:stop]) == crc
-            for start, stop, crc in zip(
-                layout.part_offsets, layout.part_offsets[1:], arrival.crcs, strict=False
-            )
-        )
+        offsets = layout.part_offsets
+        for i, crc in enumerate(arrival.crcs):
+            if crc32c.crc32c(payload[offsets[i] : offsets[i + 1]]) != crc:
+                return False
+        return True
 
     def _admit(
         self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], statuses: list[str]

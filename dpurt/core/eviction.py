@@ -295,6 +295,11 @@ class _AgeOrder:
         """Unheld blocks, oldest first: at least one if there is any, at most `limit`, none newer than the
         `limit` oldest.
         """
+        if limit == 1 and not self._aside:  # nearly always
+            self._set_aside_held()
+            for block in self._order:
+                return [block]
+            return []
         found = self._aside.least(limit) if self._aside else []
         if len(found) < limit:
             self._set_aside_held()

@@ -187,7 +187,7 @@ class Returns:
     """See the module's docstring. One owner task; not thread-safe."""
 
     name = "cross_request"
-    interests = frozenset(
+    interests: frozenset[type[Event]] = frozenset(
         {Arrived, Consumed, Stored, Paused, Resumed, Finished, SequenceGone, Staged, Dropped}
     )
     LOOK_S = 1.0
