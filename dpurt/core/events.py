@@ -147,6 +147,13 @@ class Dropped:
     block: int
 
 
+@dataclass(frozen=True, slots=True)
+class LatencyMeasured:
+    """What a read of the device was lately seen to take beyond the time its bytes need."""
+
+    latency_s: float
+
+
 Event: TypeAlias = (
     Arrived
     | Consumed
@@ -161,4 +168,5 @@ Event: TypeAlias = (
     | FetchFailed
     | Evicted
     | Dropped
+    | LatencyMeasured
 )
