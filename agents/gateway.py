@@ -10,6 +10,7 @@ is a stranger: it is told ``no_session`` and says hello again, and its old sessi
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ from .decode import DecodeAgent, Decoding
 from .fabric import FabricAgent
 from .feeds import next_batch
 from .hosts import Hosts, Refusal
-from .index import IndexAgent
+from .index import IN_STAGING, IndexAgent
 from .intake import Intake
 from .placement import PlacementAgent
 from .refusals import RefusalLog
@@ -454,8 +455,21 @@ class GatewayAgent(Actor[None]):
         others = [s for s in session.spaces.values() if s is not state and not s.retired]
         return m.ExplainReply(
             id=request.id,
-            blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
+            blocks=self._explained(state, request, others),
         )
+
+    def _explained(
+        self, state: SpaceState, request: m.Explain, others: Sequence[SpaceState]
+    ) -> list[m.Reason]:
+        """What the index says, and of blocks on flash whether computing them would be sooner."""
+        reasons = self._index.explain(state, request.tokens, request.digests, request.shard, others)
+        here = list(itertools.takewhile(lambda reason: reason.reason == "present", reasons))
+        unstaged = [reason for reason in here if not reason.detail.startswith(IN_STAGING)]
+        if unstaged:
+            note = self._staging.break_even(state, len(here) - unstaged[0].block)
+            for reason in unstaged:
+                reason.detail += note
+        return reasons
 
     def _route(self, session: Session, request: m.Route) -> m.RouteReply:
         return self.route(self.hosts.state(session, request.space), request)
@@ -685,7 +699,7 @@ class GatewayAgent(Actor[None]):
         others = [s for s in self._index.spaces.values() if s is not state]
         return m.ExplainReply(
             id=request.id,
-            blocks=self._index.explain(state, request.tokens, request.digests, request.shard, others),
+            blocks=self._explained(state, request, others),
         )
 
 

@@ -68,6 +68,7 @@ class SpaceState:
     index: PrefixIndex
     slab: Slab
     ttl_s: float
+    recompute_s: float | None = None  # of a block by a host, if anybody said
     retired: bool = False
     num_shards: int = field(init=False)
     part_bytes: list[int] = field(init=False)

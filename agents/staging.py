@@ -19,9 +19,10 @@ import structlog
 import trio
 from numpy.typing import NDArray
 
-from dpurt.core.events import Demanded, Event, Evicted, FetchFailed, Staged, Where
+from dpurt.core.events import Demanded, Event, Evicted, FetchFailed, LatencyMeasured, Staged, Where
 from dpurt.core.events import Dropped as BlockDropped
 from dpurt.core.prefix_index import Dropped
+from dpurt.core.read_latency import is_computing_cheaper
 from dpurt.core.staging import StagingPool
 from dpurt.runtime.actor import Actor
 
@@ -33,6 +34,7 @@ from .tape import Tape
 log = structlog.get_logger()
 SLAB_BITS = 12  # of a lease number: which slab
 TICK_S = 1.0
+LATENCY_CHANGE = 0.25  # smaller ones are not told
 
 
 @dataclass(slots=True)
@@ -109,6 +111,7 @@ class StagingAgent(Actor[None]):
         self.foreign_releases = 0
         self.housekeeping: list[Callable[[float], None]] = []
         self.on_staged: list[Callable[[int], None]] = []  # told of each block a read brought
+        self._latency_told = 0.0
         index.on_dropped.append(self._on_dropped)
         index.on_evicted.append(lambda ref: self.observe(Evicted(ref)))
 
@@ -117,6 +120,7 @@ class StagingAgent(Actor[None]):
         while True:
             await trio.sleep(TICK_S)
             now = trio.current_time()
+            self._tell_latency()
             for slab in self.slabs:
                 slab.pool.expire(now)
             for keep_house in self.housekeeping:
@@ -152,8 +156,29 @@ class StagingAgent(Actor[None]):
         return sum(stop - start for start, stop in state.layout.extents(parts_mask))
 
     def recompute_s(self, ref: int) -> float | None:
-        """How long the host would need to compute the block: nobody tells us yet."""
-        return None
+        """How long the host would need to compute the block, as the space's topology says; None where it does not."""
+        state = self._index.by_number.get(number_of(ref))
+        return None if state is None else state.recompute_s
+
+    def _tell_latency(self) -> None:
+        latency_s = self._storage.latency_s()
+        if abs(latency_s - self._latency_told) > LATENCY_CHANGE * self._latency_told:
+            self._latency_told = latency_s
+            self.observe(LatencyMeasured(latency_s))
+
+    def break_even(self, state: SpaceState, run_blocks: int) -> str:
+        """In words: what the first of a run of blocks on flash that is wanted now takes to read, and all to compute."""
+        if state.recompute_s is None or not run_blocks:
+            return ""
+        size = state.layout.record_bytes
+        latency_s, read_s = self._storage.latency_s(), self._storage.read_s(size)
+        said = (
+            f"; read in about {1000 * read_s:.1f} ms, the {run_blocks} block(s) from the first unstaged one on computed in "
+            f"{1000 * run_blocks * state.recompute_s:.1f} ms"
+        )
+        if is_computing_cheaper(read_s, read_s - latency_s, state.recompute_s, run_blocks):
+            said += ": recompute_cheaper, so not prefetched when wanted at once"
+        return said
 
     def demand_backlog_bytes(self) -> int:
         """Bytes requests wait for."""

@@ -21,8 +21,9 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import StoreFull
-from dpurt.agents.flash import RETRY_S, FlashTier
+from dpurt.agents.flash import RETRY_S, SPAN, FlashTier
 from dpurt.core.endurance import WriteBudget
+from dpurt.core.read_latency import ReadLatency
 from dpurt.core.record import RecordError, RecordLayout
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
@@ -33,6 +34,7 @@ log = structlog.get_logger()
 WRITE_BATCH = 64  # blocks, at most
 WRITE_BATCH_BYTES = 4 << 20
 FIRST_RATE = 1e9  # bytes a second, until measured
+FIRST_LATENCY_S = 0.0002
 _STATUS = {"key": "stale", "shard": "stale", "stale": "stale", "expired": "expired"}  # all else is a checksum
 
 
@@ -92,7 +94,10 @@ class StorageAgent(Actor[None]):
 
     name = "storage"
 
-    def __init__(self, store: FlashTier, *, workers: int, deadline_s: float) -> None:
+    def __init__(
+        self, store: FlashTier, *, workers: int, deadline_s: float, bytes_per_s: float = FIRST_RATE
+    ) -> None:
+        """`bytes_per_s`: what prefetch counts on; a read's time beyond that is the devices' latency."""
         super().__init__(1)
         self.store = store
         self.deadline_s = deadline_s
@@ -107,6 +112,8 @@ class StorageAgent(Actor[None]):
         self._reading = 0
         self._reclaiming = trio.Lock()
         self._rate = FIRST_RATE
+        self._bytes_per_s = bytes_per_s
+        self._latencies = [ReadLatency(bytes_per_s, FIRST_LATENCY_S) for _ in store.stores]
         self._is_ending = False
         self.reclaim: Callable[[], Awaitable[None]] | None = None
         self.reclaims = 0
@@ -235,6 +242,8 @@ class StorageAgent(Actor[None]):
             log.warning("record_refused", reason=error.reason, extent=job.extent, key=job.key.hex())
         except BdevTimeout as error:
             status, settled = "late", error.settled
+            now = trio.current_time()
+            self._latencies[job.extent // SPAN].observe(job.record_bytes, now - began, now)
         except BdevError as error:
             if error.status == "unavailable":
                 status = "down"
@@ -312,13 +321,24 @@ class StorageAgent(Actor[None]):
     # --- rate ---
 
     def _measure(self, job: ReadJob, began: float) -> None:
-        elapsed = max(trio.current_time() - began, 1e-6)
+        now = trio.current_time()
+        elapsed = max(now - began, 1e-6)
+        self._latencies[job.extent // SPAN].observe(job.record_bytes, elapsed, now)
         rate = job.record_bytes / elapsed * max(1, self._reading + self._prefetching)
         self._rate += 0.05 * (rate - self._rate)
 
+    def latency_s(self) -> float:
+        """What a read takes beyond its bytes' time; the slowest device's, since chains are spread over all."""
+        now = trio.current_time()
+        return max(latency.value(now) for latency in self._latencies)
+
+    def read_s(self, num_bytes: int) -> float:
+        """Time of one read on idle devices."""
+        return self.latency_s() + num_bytes / self._bytes_per_s
+
     def estimate_s(self, num_bytes: int) -> float:
         """Until so many more bytes are read, behind what is wanted already, at the rate lately seen."""
-        return (self.bytes_wanted + num_bytes) / self._rate if num_bytes else 0.0
+        return max((self.bytes_wanted + num_bytes) / self._rate, self.read_s(num_bytes)) if num_bytes else 0.0
 
 
 def _batch_size(state: SpaceState) -> int:

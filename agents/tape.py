@@ -179,7 +179,12 @@ class Tape:
         layout, geometry = state.layout, state.space.geometry
         self._append(
             r.Space(
-                number, state.slab.number, geometry.block_tokens, layout.record_bytes, tuple(state.part_bytes)
+                number,
+                state.slab.number,
+                geometry.block_tokens,
+                layout.record_bytes,
+                tuple(state.part_bytes),
+                state.recompute_s,
             )
         )
 
@@ -220,7 +225,7 @@ class TapedView:
         self._tape.answered(r.Number("bytes", answer))
         return answer
 
-    def recompute_s(self, block: int) -> float | None:
+    def recompute_s(self, block: int) -> float | None:  # is in the space's line
         return self.view.recompute_s(block)
 
     def demand_backlog_bytes(self) -> int:

@@ -194,7 +194,10 @@ class Node:
         config = self.config
         self.index = IndexAgent()
         self.storage = StorageAgent(
-            self.store, workers=self._queue_depth, deadline_s=max(spec.deadline_s for spec in config.bdev)
+            self.store,
+            workers=self._queue_depth,
+            deadline_s=max(spec.deadline_s for spec in config.bdev),
+            bytes_per_s=float(config.prefetch.bandwidth_bytes_per_s),
         )
         self.storage.budget = self._write_budget()
         self.staging = StagingAgent(self.index, self.storage)
@@ -321,9 +324,10 @@ class Node:
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
         space = self.config.to_space(name).with_epoch(epoch)
         index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards, IndexFeed())
+        named = self.config.space_named(name)
         state = SpaceState(
             name, self._numbers, space, space.fingerprint(), RecordLayout.of(space), index, slab,
-            self.config.space_named(name).ttl_s,
+            named.ttl_s, named.block_recompute_s,
         )  # fmt: skip
         self._numbers += 1
         self.index.add(state)
@@ -498,6 +502,7 @@ class Node:
             "storage": {
                 "reads": dict(self.storage.read_status), "backlog": self.storage.backlog,
                 "write_failures": self.storage.write_failures, "rebuilt": self.rebuilt,
+                "read_latency_ms": round(1000 * self.storage.latency_s(), 3),
             },
             "bdevs": {
                 bdev.info.name: {
@@ -552,6 +557,7 @@ class Node:
     def _space_stats(state: SpaceState) -> dict[str, object]:
         return {
             "epoch": state.space.epoch, "blocks": len(state.index), "record_bytes": state.layout.record_bytes,
+            "recompute_ms_per_block": None if state.recompute_s is None else round(1000 * state.recompute_s, 3),
             "index": plain(state.index.stats()), "staging": plain(state.slab.pool.stats()),
         }  # fmt: skip
 

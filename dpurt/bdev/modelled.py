@@ -46,6 +46,10 @@ class ModelledBdev(QueuedBdev):
         self._model = DeviceModel(profile, seed)
         self._queue = OperationQueue(self.info, self._launch)
 
+    def become(self, profile: DeviceProfile) -> None:
+        """From the next operation on, be as fast or as slow as this; the queue stays as deep as it is."""
+        self._model.profile = profile
+
     def _launch(self, operation: Operation) -> None:
         length = 0 if operation.kind == "deallocate" else operation.length
         done = self._model.completion(trio.current_time(), length, is_write=operation.kind != "read")

@@ -447,10 +447,11 @@ class DecodeConfig(Table, frozen=True, kw_only=True):
 class SpaceConfig(Table, frozen=True, kw_only=True):
     """A space: see `dpurt.core.identity.Space`.
 
-    `ttl_s` 0 means blocks do not age (the byte cap still reclaims them). `staging_share` is this space's part
-    of staging; what is left over is split evenly among the spaces that name none. `domain` is the trust
-    domain: spaces of one domain share a region, which their hosts may map whole. By default each tenant is
-    its own. `decode`: see there.
+    `recompute_tokens_per_s` is the rate at which the engine prefills: with it, prefetch leaves alone what a host computes
+    sooner than the devices, as measured, give it. `ttl_s` 0 means blocks do not age (the byte cap still
+    reclaims them). `staging_share` is this space's part of staging; what is left over is split evenly among
+    the spaces that name none. `domain` is the trust domain: spaces of one domain share a region, which their
+    hosts may map whole. By default each tenant is its own. `decode`: see there.
     """
 
     name: Name
@@ -466,7 +467,14 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
     ttl_s: Annotated[float, Meta(ge=0)] = 0.0
     staging_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     domain: Name | None = None
+    recompute_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
     decode: DecodeConfig | None = None
+
+    @property
+    def block_recompute_s(self) -> float | None:
+        """How long computing a block takes, if anybody said."""
+        rate = self.recompute_tokens_per_s
+        return None if rate is None else self.geometry.block_tokens / rate
 
     @property
     def trust_domain(self) -> str:

@@ -11,7 +11,9 @@ Admission. A prediction is refused at once, for a reason that is counted, if it 
 - ``gone``: on no tier of ours;
 - ``low_value``: less likely than `Budget.min_probability`; ``throttled``: so after its predictor's record is
   taken into account;
-- ``recompute_cheaper``: reading it takes longer than computing it;
+- ``recompute_cheaper``: its sequence would wait longer for it than computing what is left of its prefix takes, or its
+  bytes take longer to read than to compute (see `dpurt.core.read_latency`). Asked once a plan for each sequence, of its
+  first block there. Parts cannot be computed alone;
 - ``too_late``: it would arrive no sooner than a demand read issued at the time of need, give or take
   `late_ok_s`;
 - ``over_budget``: too many wait already.
@@ -43,19 +45,21 @@ The arbiter leaves to others: what becomes of jobs (ledger), whom they serve (pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dpurt.core.events import Where
 from dpurt.core.predictor import Prediction
+from dpurt.core.read_latency import is_computing_cheaper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """What prefetch may use. `bandwidth_bytes_per_s` is the device's share prefetch and demand reads have
     together; `staging_bytes` bounds bytes in flight plus staged and not yet used; `queue_depth` bounds jobs
-    in flight. For the times, see the module's docstring."""
+    in flight. `latency_s` is a read's until one is measured (`Arbiter.latency_s`). For the other times, see the
+    module's docstring."""
 
     bandwidth_bytes_per_s: float
     staging_bytes: int
@@ -77,10 +81,6 @@ class Budget:
             raise ValueError("staging_bytes, queue_depth and max_waiting must be >= 0")
         if not 0 <= self.min_probability <= 1:
             raise ValueError(f"min_probability must lie in [0, 1], got {self.min_probability}")
-
-    def read_s(self, num_bytes: int) -> float:
-        """Time of one read on an idle device."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
 class StagingView(Protocol):
@@ -151,6 +151,10 @@ class _Waiting(NamedTuple):
     key: _Key
 
 
+def _one_block(sequence: int | None) -> int:
+    return 1
+
+
 class _Record:
     """What a predictor promised and what came true."""
 
@@ -182,6 +186,7 @@ class Arbiter:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
+        self.latency_s = budget.latency_s  # of one read on an idle device, besides its bytes
         self.held_bytes = 0  # in flight, or staged and not yet used
         self.flying_bytes = 0
         self._next_job = 0
@@ -195,10 +200,22 @@ class Arbiter:
         self._demand_at: float = NEVER  # when demand reads were last seen queued
         self._wakeup: float | None = None
         self._blocked_until: float = NEVER
+        self._run_of: Callable[[int | None], int] = _one_block
+        self._to_compute: dict[
+            int | None, bool
+        ] = {}  # sequences asked about in this plan: is computing cheaper?
 
-    def plan(self, predictions: Iterable[Prediction], view: StagingView, now: float) -> Plan:
-        """Admit or refuse each prediction, then issue what the budget allows."""
+    def plan(
+        self,
+        predictions: Iterable[Prediction],
+        view: StagingView,
+        now: float,
+        run_of: Callable[[int | None], int] = _one_block,
+    ) -> Plan:
+        """Admit or refuse each prediction, then issue what the budget allows. `run_of`: how many blocks a sequence still wants."""
         plan = Plan()
+        self._run_of = run_of
+        self._to_compute.clear()
         queued_s = (view.demand_backlog_bytes() + self.flying_bytes) / self.budget.bandwidth_bytes_per_s
         for prediction in predictions:
             self._admit(prediction, view, now, now + queued_s, plan)
@@ -279,10 +296,12 @@ class Arbiter:
             plan.refusals.append(Refusal(prediction, _ELSEWHERE[where]))
             return
         num_bytes = view.record_bytes(block, mask)
-        read_s = self.budget.read_s(num_bytes)
-        recompute_s = view.recompute_s(block)
+        read_s = self.read_s(num_bytes)
+        recompute_s = view.recompute_s(block) if mask is None else None
         probability = prediction.probability * self._record(prediction.predictor).factor
-        reason = self._objection(prediction, probability, read_s, recompute_s, device_free)
+        reason = self._objection(prediction, probability, device_free)
+        if reason is None and recompute_s is not None:
+            reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free)
         if reason is not None:
             plan.refusals.append(Refusal(prediction, reason))
             return
@@ -307,8 +326,6 @@ class Arbiter:
         self,
         prediction: Prediction,
         probability: float,
-        read_s: float,
-        recompute_s: float | None,
         device_free: float,
     ) -> str | None:
         budget = self.budget
@@ -317,13 +334,29 @@ class Arbiter:
                 return "low_value"
             if not self._may_probe(prediction.predictor):
                 return "throttled"
-        if recompute_s is not None and read_s > recompute_s:
-            return "recompute_cheaper"
         if device_free >= prediction.need_by + budget.late_ok_s:
             return "too_late"
         if len(self._waiting) >= budget.max_waiting:
             return "over_budget"
         return None
+
+    def _computed_instead(
+        self, prediction: Prediction, num_bytes: int, recompute_s: float, now: float, device_free: float
+    ) -> str | None:
+        """Is the host better off computing? What a sequence's first block of this plan is told holds for the others."""
+        sequence = prediction.sequence
+        cheaper = self._to_compute.get(sequence)
+        if cheaper is None:
+            wait_s = device_free + self.read_s(num_bytes) - max(now, prediction.need_by)
+            transfer_s = num_bytes / self.budget.bandwidth_bytes_per_s
+            cheaper = is_computing_cheaper(wait_s, transfer_s, recompute_s, self._run_of(sequence))
+            if sequence is not None:
+                self._to_compute[sequence] = cheaper
+        return "recompute_cheaper" if cheaper else None
+
+    def read_s(self, num_bytes: int) -> float:
+        """Time of one read on an idle device."""
+        return self.latency_s + num_bytes / self.budget.bandwidth_bytes_per_s
 
     def _may_probe(self, predictor: str) -> bool:
         record = self._record(predictor)
@@ -338,7 +371,7 @@ class Arbiter:
         waiting = self._waiting.get(number)
         if waiting is None:
             return
-        read_s = self.budget.read_s(waiting.job.record_bytes)
+        read_s = self.read_s(waiting.job.record_bytes)
         probability = prediction.probability * self._record(prediction.predictor).factor
         value = max(-waiting.key[2], _worth(prediction, probability) * read_s / waiting.job.record_bytes)
         need_by = min(waiting.key[3], prediction.need_by)
@@ -418,7 +451,7 @@ class Arbiter:
 
     def _is_pressing(self, waiting: _Waiting, now: float) -> bool:
         is_unsure, _, _, need_by, _ = waiting.key
-        latest_start = need_by - self.budget.read_s(waiting.job.record_bytes)
+        latest_start = need_by - self.read_s(waiting.job.record_bytes)
         return not is_unsure and latest_start <= now + self.budget.pressing_s
 
     def _launch(self, waiting: _Waiting, plan: Plan) -> None:

@@ -134,6 +134,13 @@ class Dropped(Struct, frozen=True):
     block: int
 
 
+@dataclass(frozen=True, slots=True)
+class LatencyMeasured:
+    """What a read of the device was lately seen to take beyond the time its bytes need."""
+
+    latency_s: float
+
+
 Event: TypeAlias = (
     Arrived
     | Consumed
@@ -148,4 +155,5 @@ Event: TypeAlias = (
     | FetchFailed
     | Evicted
     | Dropped
+    | LatencyMeasured
 )

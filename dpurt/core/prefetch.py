@@ -45,6 +45,7 @@ from dpurt.core.events import (
     Evicted,
     FetchFailed,
     Finished,
+    LatencyMeasured,
     Owner,
     Paused,
     SequenceGone,
@@ -141,6 +142,7 @@ class PrefetchCore:
             Paused: self._let_go,
             Finished: self._ended,
             SequenceGone: self._ended,
+            LatencyMeasured: self._latency_measured,
         }
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -266,7 +268,15 @@ class PrefetchCore:
         if sequence is not None:
             self._pass(sequence, len(sequence.blocks))
 
+    def _latency_measured(self, event: LatencyMeasured, now: float) -> None:
+        self.arbiter.latency_s = event.latency_s
+
     # --- sequences
+
+    def _run_of(self, number: int | None) -> int:
+        """How many of the blocks it matched a sequence has not asked for yet; 1 where nobody knows."""
+        sequence = None if number is None else self._sequences.get(number)
+        return 1 if sequence is None else max(1, len(sequence.blocks) - sequence.cursor)
 
     def _hear_of(self, event: Event, now: float) -> None:
         number = getattr(event, "sequence", None)
@@ -347,7 +357,7 @@ class PrefetchCore:
 
     def _plan(self, predictions: list[Prediction], now: float) -> None:
         self._protect(predictions, now)
-        plan = self.arbiter.plan(predictions, self.view, now)
+        plan = self.arbiter.plan(predictions, self.view, now, self._run_of)
         for job in plan.admitted:
             self._open(job)
         for prediction, reason, number, was_waiting in plan.refusals:

@@ -58,6 +58,7 @@ class _TapeView:
     """
 
     ask_price: Callable[[r.Price], None]
+    recompute: dict[int, float]  # of each block whose space says so
     answers: deque[r.Answer | r.Price] = field(default_factory=deque)
 
     def where(self, block: int, parts_mask: int | None) -> Where:
@@ -70,7 +71,7 @@ class _TapeView:
         return self._number("bytes")
 
     def recompute_s(self, block: int) -> float | None:
-        return None  # nobody tells a node
+        return self.recompute.get(block)
 
     def demand_backlog_bytes(self) -> int:
         return self._number("backlog")
@@ -150,7 +151,7 @@ class _Replay:
     def __init__(self, recording: Recording) -> None:
         header = recording.header
         self._lines = recording.lines
-        self._view = _TapeView(self._compare_price)
+        self._view = _TapeView(self._compare_price, _recompute_times(recording.lines))
         setup = PrefetchSetup(**msgspec.structs.asdict(header.prefetch))
         predictors = setup.make_predictors(_prior_of(recording)) if header.has_prefetch else []
         outlook = outlook_of(predictors)
@@ -238,6 +239,18 @@ def _prior_of(recording: Recording) -> Forest | None:
             "expected a recording of a dpurt with this one's prior for conversations' returns",
         )
     return prior
+
+
+def _recompute_times(lines: Sequence[r.Line]) -> dict[int, float]:
+    """How long a host takes to compute a block, of those whose space says so."""
+    spaces = {
+        line.number: line.recompute_s
+        for line in lines
+        if isinstance(line, r.Space) and line.recompute_s is not None
+    }
+    return {
+        line.ref: spaces[line.space] for line in lines if isinstance(line, r.Block) and line.space in spaces
+    }
 
 
 def _answers_after(lines: Sequence[r.Line], index: int) -> list[r.Answer | r.Price]:

@@ -38,6 +38,7 @@ from dpurt.core.events import (
     Evicted,
     FetchFailed,
     Finished,
+    LatencyMeasured,
     Owner,
     Paused,
     Ranked,
@@ -144,13 +145,16 @@ class _Line(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 
 
 class Space(_Line, frozen=True, tag="space"):
-    """A space at one epoch: its number, its pool, tokens of a block, bytes of a record, and each part's bytes."""
+    """A space at one epoch: its number, its pool, tokens of a block, bytes of a record, each part's bytes, and how long a host
+    takes to compute a block, where the topology says so.
+    """
 
     number: Count
     pool: Count
     block_tokens: Count
     record_bytes: Count
     parts: tuple[Count, ...]
+    recompute_s: float | None = None
 
 
 class Block(_Line, frozen=True, tag="block"):
@@ -262,6 +266,13 @@ class DroppedLine(_Line, frozen=True, tag="dropped"):
     block: Ref
 
 
+class LatencyLine(_Line, frozen=True, tag="latency"):
+    """What reads of the device take beyond their bytes' time, as lately measured."""
+
+    now: float
+    latency_s: float
+
+
 Told: TypeAlias = (
     ArrivedLine
     | ConsumedLine
@@ -276,6 +287,7 @@ Told: TypeAlias = (
     | FailedLine
     | EvictedLine
     | DroppedLine
+    | LatencyLine
 )
 
 
@@ -529,6 +541,8 @@ def _told_of_life(event: Event, now: float) -> Told:
             return ResumedLine(now, sequence)
         case SequenceGone(sequence):
             return GoneLine(now, sequence)
+        case LatencyMeasured(latency_s):
+            return LatencyLine(now, latency_s)
         case _:
             raise AssertionError(f"no line for {type(event).__name__}")
 
@@ -571,6 +585,8 @@ def _event_of_life(line: Told) -> Event:
             return Resumed(sequence)
         case GoneLine(_, sequence):
             return SequenceGone(sequence)
+        case LatencyLine(_, latency_s):
+            return LatencyMeasured(latency_s)
         case StepLine(_, _, sequence, step, group, touched, ranked, masses):
             hints = tuple(Ranked(hint.group, hint.blocks, hint.need_by) for hint in ranked)
             return DecodeStep(sequence, step, group, touched, hints, masses)

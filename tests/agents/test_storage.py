@@ -216,6 +216,25 @@ async def test_a_batch_larger_than_the_store_can_ever_hold_at_once_is_split(
         agents.intake.close_session(3)
 
 
+async def test_no_estimate_is_below_one_read_of_a_device_as_slow_as_it_was_seen(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    profile = DeviceProfile(
+        name="slow",
+        read_latency_s=0.2,
+        write_latency_s=0.0,
+        read_bytes_per_s=1e9,
+        write_bytes_per_s=1e9,
+        jitter=0.0,
+    )
+    async with running_agents(ModelledBdev(capacity(8), profile=profile)) as agents:
+        agents.open_host(1)
+        await agents.store_to_flash(1)
+        await agents.acquire(1)
+        assert agents.storage.latency_s() == pytest.approx(0.2, rel=0.01)
+        assert agents.storage.estimate_s(1) >= 0.2
+
+
 async def test_the_estimate_grows_with_what_is_asked_and_what_waits(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -223,8 +242,9 @@ async def test_the_estimate_grows_with_what_is_asked_and_what_waits(
         storage = agents.storage
         assert storage.estimate_s(0) == 0
         assert 0 < storage.estimate_s(RECORD) < storage.estimate_s(2 * RECORD)
-        before = storage.estimate_s(RECORD)
-        storage.bytes_wanted = 10 * RECORD
-        assert storage.estimate_s(RECORD) == pytest.approx(11 * before)
+        storage.bytes_wanted = 1000 * RECORD
+        waits_s = storage.estimate_s(RECORD)
+        storage.bytes_wanted = 2001 * RECORD
+        assert storage.estimate_s(RECORD) == pytest.approx(2 * waits_s, rel=0.01)
         assert agents.staging.ready_ms(1, RECORD) >= 1
         assert agents.staging.ready_ms(0, RECORD) == 0

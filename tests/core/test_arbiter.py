@@ -80,6 +80,44 @@ def test_each_refusal_has_its_reason(prediction, view, reason):
     assert (reasons(plan), plan.admitted, plan.fetches) == ([reason], [], [])
 
 
+def test_a_prefix_too_short_for_the_wait_is_left_to_be_computed_and_a_long_one_is_not():
+    view = View(recompute=0.05)
+    for left, expected in ((3, ["recompute_cheaper"] * 3), (5, [])):
+        arbiter = Arbiter(budget())
+        arbiter.latency_s = 0.2  # as measured
+        batch = [want(block, need_by=0.01 * block) for block in range(3)]
+        assert reasons(arbiter.plan(batch, view, 0.0, lambda sequence, n=left: n)) == expected
+
+
+def test_what_is_there_before_its_need_is_read_from_however_slow_a_device():
+    arbiter = Arbiter(budget())
+    arbiter.latency_s = 0.2
+    plan = arbiter.plan([want(1, need_by=0.3)], View(recompute=0.05), 0.0)
+    assert (reasons(plan), blocks(plan.fetches)) == ([], [1])
+
+
+def test_each_sequence_has_its_own_break_even():
+    arbiter = Arbiter(budget())
+    arbiter.latency_s = 0.2
+    batch = [want(1, 0.0)._replace(sequence=7), want(2, 0.0)._replace(sequence=8)]
+    plan = arbiter.plan(batch, View(recompute=0.05), 0.0, {7: 1, 8: 100}.__getitem__)
+    assert (reasons(plan), blocks(plan.fetches)) == (["recompute_cheaper"], [2])
+
+
+def test_parts_are_not_computed_alone():
+    arbiter = Arbiter(budget())
+    arbiter.latency_s = 0.2
+    assert blocks(arbiter.plan([want(1, 0.0, mask=4)], View(recompute=0.0001), 0.0).fetches) == [1]
+
+
+def test_a_measured_latency_starts_fetches_earlier():
+    arbiter = Arbiter(budget(pressing_s=0.1, quiet_s=1.0))
+    prediction = want(1, need_by=0.25)
+    assert not arbiter.plan([prediction], View(backlog=1), 0.0).fetches  # a quiet moment will come
+    arbiter.latency_s = 0.2
+    assert blocks(arbiter.plan([], View(), 0.0).fetches) == [1]
+
+
 def test_what_can_only_just_arrive_is_taken():
     plan = Arbiter(budget(late_ok_s=0.05)).plan([want(1, need_by=0.0)], View(backlog=49 * MB), 0.0)
     assert blocks(plan.fetches) == [1]
