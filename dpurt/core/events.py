@@ -134,8 +134,7 @@ class Dropped(Struct, frozen=True):
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyMeasured:
+class LatencyMeasured(Struct, frozen=True):
     """What a read of the device was lately seen to take beyond the time its bytes need."""
 
     latency_s: float

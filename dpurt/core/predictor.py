@@ -122,7 +122,9 @@ class SlidingWindow(_Drain):
     """
 
     name = "sliding_window"
-    interests: frozenset[type[Event]] = frozenset({Arrived, Consumed, Paused, Resumed, Finished, SequenceGone})
+    interests: frozenset[type[Event]] = frozenset(
+        {Arrived, Consumed, Paused, Resumed, Finished, SequenceGone}
+    )
     SURE = 0.98  # an arrived request may still be cancelled
     RATE_GAIN = 0.2
     LESSON_GAIN = 0.02  # loads overlap, so each teaches little
