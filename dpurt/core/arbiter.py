@@ -157,15 +157,12 @@ class _Record:
     PRIOR = 16.0  # jobs' worth of trust in advance
     FORGET_AT = 512.0
 
-    __slots__ = ("came_true", "promised", "throttled")
+    __slots__ = ("came_true", "factor", "promised", "throttled")
 
     def __init__(self) -> None:
         self.promised = self.came_true = self.PRIOR
+        self.factor = 1.0
         self.throttled = 0
-
-    @property
-    def factor(self) -> float:
-        return min(1.0, self.came_true / self.promised)
 
     def learn(self, probability: float, used: bool) -> None:
         self.promised += probability
@@ -173,6 +170,7 @@ class _Record:
         if self.promised > self.FORGET_AT:
             self.promised /= 2
             self.came_true /= 2
+        self.factor = min(1.0, self.came_true / self.promised)
 
 
 class Arbiter:
