@@ -43,7 +43,7 @@ The arbiter leaves to others: what becomes of jobs (ledger), whom they serve (pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -194,12 +194,13 @@ class Arbiter:
         self._wakeup: float | None = None
         self._blocked_until: float = NEVER
 
-    def plan(self, predictions: Iterable[Prediction], view: StagingView, now: float) -> Plan:
+    def plan(self, predictions: Sequence[Prediction], view: StagingView, now: float) -> Plan:
         """Admit or refuse each prediction, then issue what the budget allows."""
         plan = Plan()
-        queued_s = (view.demand_backlog_bytes() + self.flying_bytes) / self.budget.bandwidth_bytes_per_s
-        for prediction in predictions:
-            self._admit(prediction, view, now, now + queued_s, plan)
+        if predictions:
+            queued_s = (view.demand_backlog_bytes() + self.flying_bytes) / self.budget.bandwidth_bytes_per_s
+            for prediction in predictions:
+                self._admit(prediction, view, now + queued_s, plan)
         self._issue(view, now, plan)
         return plan
 
@@ -236,7 +237,7 @@ class Arbiter:
 
     def waiting_on(self, block: int, parts_mask: int | None) -> int | None:
         """The waiting job for exactly these parts of the block."""
-        number = self._job_of.get((block, parts_mask))
+        number = self._job_of.get((block, parts_mask)) if self._waiting else None
         return number if number in self._waiting else None
 
     def is_flying(self, number: int) -> bool:
@@ -263,10 +264,8 @@ class Arbiter:
 
     # --- admission
 
-    def _admit(
-        self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan
-    ) -> None:
-        block, mask, need_by = prediction.block, prediction.parts_mask, prediction.need_by
+    def _admit(self, prediction: Prediction, view: StagingView, device_free: float, plan: Plan) -> None:
+        block, mask, need_by, said, predictor, _, _, worth = prediction
         serving = self._serving(block, mask)
         if serving is not None:
             self._hasten(serving, prediction)
@@ -279,7 +278,7 @@ class Arbiter:
         num_bytes = view.record_bytes(block, mask)
         read_s = self.budget.read_s(num_bytes)
         recompute_s = view.recompute_s(block)
-        probability = prediction.probability * self._record(prediction.predictor).factor
+        probability = said * self._record(predictor).factor
         reason = self._objection(prediction, probability, read_s, recompute_s, device_free)
         if reason is not None:
             plan.refusals.append(Refusal(prediction, reason))
@@ -287,7 +286,7 @@ class Arbiter:
         saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
         job = Job(self._next_job, prediction, num_bytes)
         self._next_job += 1
-        value = _worth(prediction, probability) * saved_s / num_bytes
+        value = (probability if worth is None else worth) * saved_s / num_bytes
         key = self._key(probability < SURE, read_s, value, need_by, job.number)
         self._waiting[job.number] = _Waiting(job, key)
         self._job_of[block, mask] = job.number
@@ -356,17 +355,19 @@ class Arbiter:
         if not self._waiting:
             self._order.clear()
             return
-        room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)
         self._refill(now)
         backlog = view.demand_backlog_bytes()
         if backlog:
             self._demand_at = now
         spendable = self._tokens - backlog
         quiet_at = self._demand_at + self.budget.quiet_s
+        room: int | None = None
         while (waiting := self._first(view, now, plan)) is not None:
             if len(self._flying) >= self.budget.queue_depth:
                 self._blocked_until = NOT_BY_ITSELF
                 break
+            if room is None:
+                room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)
             if waiting.job.record_bytes > room:
                 break  # until any event: leases end without one of ours
             if now < quiet_at and not self._is_pressing(waiting, now):
@@ -386,16 +387,17 @@ class Arbiter:
 
     def _first(self, view: StagingView, now: float, plan: Plan) -> _Waiting | None:
         """The first waiting job that is still worth a fetch; refuses those before it that are not."""
-        while self._order:
-            key = self._order[0]
+        order = self._order
+        while order:
+            key = order[0]
             waiting = self._waiting.get(key[4])
-            if waiting is None or waiting.key != key:
-                heapq.heappop(self._order)
+            if waiting is None or waiting.key is not key:
+                heapq.heappop(order)
                 continue
             reason = self._second_thoughts(waiting.job.prediction, key[3], view, now)
             if reason is None:
                 return waiting
-            heapq.heappop(self._order)
+            heapq.heappop(order)
             self.withdraw(key[4])
             plan.refusals.append(Refusal(waiting.job.prediction, reason, key[4], was_waiting=True))
         return None
@@ -404,15 +406,18 @@ class Arbiter:
         self, prediction: Prediction, need_by: float, view: StagingView, now: float
     ) -> str | None:
         """Why a waiting job is not worth a fetch any more."""
-        where = view.where(prediction.block, prediction.parts_mask)
+        block, mask, _, probability, _, _, _, worth = prediction
+        where = view.where(block, mask)
         if where != "nvme":
             return _ELSEWHERE[where]
         if now >= need_by + self.budget.late_ok_s:
             return "over_budget"
-        price = view.price(prediction.block, now)
-        worth = _worth(prediction, prediction.probability)
+        price = view.price(block, now)
+        if price <= 0.0:
+            return None
+        worth = probability if worth is None else worth
         margin = 1.0 if worth >= CERTAIN else 1.0 + self.budget.hysteresis
-        return "not_worth_room" if 0.0 < price and worth <= price * margin else None
+        return "not_worth_room" if worth <= price * margin else None
 
     def _is_pressing(self, waiting: _Waiting, now: float) -> bool:
         is_unsure, _, _, need_by, _ = waiting.key
