@@ -263,7 +263,7 @@ class Returns:
         elif isinstance(event, Dropped):
             self._dropped(event.block)
         else:
-            stream = self._of_sequence.get(getattr(event, "sequence", None))
+            stream = self._of_sequence.get(getattr(event, "sequence", -1))
             if stream is not None:
                 self._observe_of(stream, event, now)
 
