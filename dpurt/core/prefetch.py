@@ -318,11 +318,13 @@ class PrefetchCore:
         """`sequence` waits for the job. One we do not know (it ended, or never arrived) cannot cancel
         anything."""
         known = self._sequences.get(sequence) if sequence is not None else None
-        waiters = self._waiters.setdefault(job, set())
-        if known is None:
-            waiters.add(None)
+        waiters = self._waiters.get(job)
+        waiter = None if known is None else sequence
+        if waiters is None:
+            self._waiters[job] = {waiter}
         else:
-            waiters.add(sequence)
+            waiters.add(waiter)
+        if known is not None:
             known.jobs.add(job)
 
     def _land(self, job: int) -> None:
@@ -364,7 +366,8 @@ class PrefetchCore:
             self._sweep_at = 2 * len(self._wanted_until) + 1024
 
     def _plan(self, predictions: list[Prediction], now: float) -> None:
-        self._protect(predictions, now)
+        if predictions:
+            self._protect(predictions, now)
         plan = self.arbiter.plan(predictions, self.view, now)
         for job in plan.admitted:
             self._open(job)
@@ -404,8 +407,11 @@ class PrefetchCore:
                 self.arbiter.learn(predictor, probability, _USED[outcome])
 
     def _take_commands(self) -> list[Command]:
-        commands, self._commands = self._commands, []
-        return commands
+        commands = self._commands
+        if commands:
+            self._commands = []
+            return commands
+        return []
 
 
 def _sooner(a: float | None, b: float | None) -> float | None:

@@ -607,6 +607,4 @@ class Returns:
         stream = self._rows.latest[row]
         owner = NOBODY if stream is None else stream.owner
         lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
-        return Prediction(
-            int(self._rows.block[row]), None, need_by, lasting, self.name, None, owner, worth
-        )
+        return Prediction(int(self._rows.block[row]), None, need_by, lasting, self.name, None, owner, worth)

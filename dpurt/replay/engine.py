@@ -262,11 +262,13 @@ class _Run:
 
     def _run_until(self, end: float) -> None:
         """All events before `end`; past the last arrival (end is infinite) only while a request is open."""
-        heap = self._heap
-        while heap and heap[0][0] < end and (self._open_turns or end != float("inf")):
+        heap, outbox = self._heap, self._outbox
+        is_last = end == float("inf")
+        while heap and heap[0][0] < end and (self._open_turns or not is_last):
             self._now, _, action, argument = heapq.heappop(heap)
             action(argument)
-            self._send_outbox()
+            if outbox:
+                self._send_outbox()
 
     def _at(self, when: float, action: Callable[..., None], argument: object) -> None:
         self._scheduled += 1
@@ -275,8 +277,11 @@ class _Run:
     def _send_outbox(self) -> None:
         """Tell the core what its commands, or a demand read, caused: never from inside those, where room is
         half made."""
-        while self._outbox:
-            self._tell(self._outbox.popleft())
+        outbox, core = self._outbox, self.core
+        while outbox:
+            event = outbox.popleft()
+            if core is not None:
+                self._obey(core.handle(event, self._now))
 
     def _tell(self, event: Event) -> None:
         """An event for the core, if there is one."""
@@ -291,13 +296,15 @@ class _Run:
         self._obey(self.core.tick(self._now))
 
     def _obey(self, commands: Sequence[Fetch | CancelFetch]) -> None:
-        for command in commands:
-            if isinstance(command, Fetch):
-                self._fetch(command)
-            else:
-                self._cancel(command.job)
         if commands:
+            for command in commands:
+                if isinstance(command, Fetch):
+                    self._fetch(command)
+                else:
+                    self._cancel(command.job)
             self._start_reads()
+        if self._tick_at is not None and self._tick_at <= self._now:
+            return  # no tick can come before that
         assert self.core is not None
         wakeup = self.core.next_wakeup()
         if wakeup is not None and (self._tick_at is None or wakeup < self._tick_at):
