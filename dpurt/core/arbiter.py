@@ -266,7 +266,9 @@ class Arbiter:
 
     def _admit(self, prediction: Prediction, view: StagingView, device_free: float, plan: Plan) -> None:
         block, mask, need_by, said, predictor, _, _, worth = prediction
-        serving = self._serving(block, mask)
+        serving = self._job_of.get((block, mask))
+        if serving is None and mask is not None:  # part of a whole block that is on its way
+            serving = self._job_of.get((block, None))
         if serving is not None:
             self._hasten(serving, prediction)
             plan.refusals.append(Refusal(prediction, "duplicate", serving))
@@ -292,13 +294,6 @@ class Arbiter:
         self._job_of[block, mask] = job.number
         heapq.heappush(self._order, key)
         plan.admitted.append(job)
-
-    def _serving(self, block: int, mask: int | None) -> int | None:
-        """The open job that brings these parts, be it as part of the whole block."""
-        number = self._job_of.get((block, mask))
-        if number is None and mask is not None:
-            number = self._job_of.get((block, None))
-        return number
 
     def _objection(
         self,

@@ -26,7 +26,7 @@ import random
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, field
 
 from dpurt.core.arbiter import Arbiter, Budget
@@ -184,6 +184,7 @@ class _Run:
         self._future = Future(requests) if policy.is_clairvoyant else None
         self._predictors = self._make_predictors()
         self._oracle: Oracle | None = None
+        self._resident: Container[int] = ()
         if policy.eviction is not None:
             self._make_staging()
         if policy.predictors:
@@ -201,6 +202,7 @@ class _Run:
         future = self._future
         admit = (lambda b, v: future.next_use(b) < future.next_use(v)) if future else always
         self.staging = ReplayStaging(self.capacity, eviction, self._evicted, admit)
+        self._resident = self.staging.resident
 
     def _make_core(self) -> None:
         scenario = self.scenario
@@ -224,7 +226,7 @@ class _Run:
     # --- StagingView
 
     def where(self, block: int, parts_mask: int | None) -> Where:
-        if block in self.staging:
+        if block in self._resident:
             return "staging"
         if block in self._reads:
             return "in_flight"
@@ -340,7 +342,7 @@ class _Run:
         counts.references += len(blocks)
         turn.time_slice.references += len(blocks)
         if turn.matched:
-            present = sum(block in self.staging for block in blocks[: turn.matched])
+            present = sum(block in self._resident for block in blocks[: turn.matched])
             counts.reusable_at_match += turn.matched
             counts.at_match += present
             turn.time_slice.reusable += turn.matched
