@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -78,14 +78,21 @@ class PlainTokens:
         return told
 
 
+_Told: TypeAlias = bytes | tuple[bytes, int]  # of one block, which is what there is most of, or of so many
+
+
+def _counted(told: _Told) -> tuple[bytes, int]:
+    return told if isinstance(told, tuple) else (told, 1)
+
+
 class _Segment:
     __slots__ = ("above", "content", "hashes", "held", "key", "label", "told")
 
-    def __init__(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> None:
+    def __init__(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> None:
         self.above = above
         self.hashes = hashes
         self.content = bytearray()
-        self.told = [(told, len(hashes))]  # of how many blocks; not read yet, comes after `content`
+        self.told = told  # not read yet, comes after `content`
         self.held = 0  # blocks held: `_ONE[tier]` for each
         self.label = label
         self.key = b""  # its name in `_Branches.known`, once it has one
@@ -96,17 +103,18 @@ class _Segment:
 
     def first(self, codec: TokenCodec, width: int) -> bytes:
         """Its first block's tokens."""
-        return bytes(self.content[:width]) if self.content else codec.first(*self.told[0])
+        return bytes(self.content[:width]) if self.content else codec.first(*_counted(self.told[0]))
 
     def read(self, codec: TokenCodec) -> bytearray:
         """Its blocks' tokens; at least as many as it has hashes."""
-        while self.told:
-            self.read_next(codec)
+        for told in self.told:
+            self.content += codec.blocks(*_counted(told))
+        self.told.clear()
         return self.content
 
     def read_next(self, codec: TokenCodec) -> int:
         """Read what was told next; how many blocks that were."""
-        told, count = self.told.pop(0)
+        told, count = _counted(self.told.pop(0))
         self.content += codec.blocks(told, count)
         return count
 
@@ -189,7 +197,7 @@ class HeldBlocks:
             return
         segment = None if label else tails.pop(above, None)
         if segment is None:
-            segment = self._begin(above, list(hashes), told, label)
+            segment = self._begin(above, list(hashes), [(told, len(hashes))], label)
         else:
             segment.hashes += hashes
             segment.told.append((told, len(hashes)))
@@ -216,7 +224,7 @@ class HeldBlocks:
             self.store(above, [block_hash], told, tier)
             return
         segment.hashes.append(block_hash)
-        segment.told.append((told, 1))
+        segment.told.append(told)
         mine[block_hash] = segment
         segment.held += _ONE[tier]
         if block_hash not in self._below:
@@ -336,7 +344,7 @@ class HeldBlocks:
                 return i
         return count
 
-    def _begin(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> _Segment:
+    def _begin(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> _Segment:
         segment = _Segment(above, hashes, told, label)
         branches = self._below.get(above)
         if branches is None:
@@ -375,8 +383,7 @@ class HeldBlocks:
             else:
                 tokens = tokens or self._codec.blocks(told, len(hashes))
                 if fresh is None:
-                    fresh = self._begin(above, [], b"", b"" if i else label)
-                    fresh.told.clear()
+                    fresh = self._begin(above, [], [], b"" if i else label)
                 segment = fresh
                 segment.hashes.append(block_hash)
                 segment.content += tokens[i * self.width : (i + 1) * self.width]
@@ -422,7 +429,7 @@ class HeldBlocks:
             assert segment in segments, "a segment that is gone may grow"
             assert segment.hashes[-1] == last, "a segment would grow amid it"
             assert last not in self._below, "a segment would grow where another begins"
-            tokens = len(segment.content) // self.width + sum(count for _, count in segment.told)
+            tokens = len(segment.content) // self.width + sum(_counted(told)[1] for told in segment.told)
             assert tokens == len(segment.hashes), "a segment would grow past tokens of blocks that went"
 
 

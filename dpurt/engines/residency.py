@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -110,7 +110,8 @@ class Residency:
 
     def apply(self, events: Sequence[KvEvent]) -> None:
         """Enter a message's events, in order."""
-        for kind, run in groupby(events, type):
+        runs: Iterable[tuple[type, Iterator[Any]]] = groupby(events, type)
+        for kind, run in runs:
             if issubclass(kind, BlockStored):
                 self._store_run(run)
             elif issubclass(kind, BlockRemoved):
