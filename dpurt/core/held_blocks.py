@@ -268,19 +268,19 @@ class HeldBlocks:
 
     def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
         """Blocks are no longer held; those that were not are passed over."""
-        mine, other, one = self._held[tier], self._held[1 - tier], _ONE[tier]
+        mine, other, one, tails = self._held[tier], self._held[1 - tier], _ONE[tier], self._tails
         for block_hash in hashes:
             segment = mine.pop(block_hash, None)
             if segment is None:
                 continue
-            segment.held -= one
-            if not segment.held:
+            segment.held = left = segment.held - one
+            if not left:
                 self._end(segment)
-            elif block_hash in other:
-                pass
-            elif segment.hashes[-1] == block_hash:
-                segment.hashes.pop()  # its tokens may still be there: it grows no more
-                self._tails.pop(block_hash, None)
+            elif other and block_hash in other:
+                continue
+            elif (standing := segment.hashes)[-1] == block_hash:
+                standing.pop()  # its tokens may still be there: it grows no more
+                tails.pop(block_hash, None)
             else:
                 self._gone[block_hash] = segment
 
