@@ -111,7 +111,21 @@ def decode(script: Script, chains: list[Chain], size: int) -> Stream:
 
 
 def evictions(script: Script, chains: list[Chain], size: int) -> Stream:
-    """`size` messages of 32 blocks that went, last ones first."""
+    """`size` messages of 32 blocks that went in the order of vLLM's free queue: one old request after the other, last blocks first."""
+    going = _ends_of([chain for chain in chains if len(chain.hashes) > 8])
+    batches = [[script.evict(next(going)) for _ in range(32)] for _ in range(size)]
+    return _ending(script, batches, size * 32)
+
+
+def _ends_of(chains: list[Chain]) -> Iterator[Chain]:
+    """Each chain as often as blocks of it may go."""
+    for chain in chains:
+        for _ in range(len(chain.hashes) - 8):
+            yield chain
+
+
+def scattered(script: Script, chains: list[Chain], size: int) -> Stream:
+    """The same of many requests in turn, a block of each."""
     full = [chain for chain in chains if len(chain.hashes) > 64]
     batches = [[script.evict(full[(i * 32 + j) % len(full)]) for j in range(32)] for i in range(size)]
     return _ending(script, batches, size * 32)
@@ -274,6 +288,7 @@ STREAMS: dict[str, tuple[Callable[[Script, list[Chain], int], Stream], int]] = {
     "prefill, 128 blocks an event": (prefill, 120),
     "decode, 32 events of a block a message": (decode, 300),
     "evictions, 32 events of a block a message": (evictions, 300),
+    "evictions, 32 of as many requests a message": (scattered, 120),
     "mix of the three": (mixed, 200),
 }
 
