@@ -150,13 +150,17 @@ class Fabric(Protocol):
     """The node side. One instance per fabric kind; a supervised task runs `serve`."""
 
     kind: str
+    lands_stores: bool
+    """Whether the node itself puts a store's bytes where they go, and only while the AccessCheck says so: then they may go into
+    memory others read. Not where the host maps what it writes (shm)."""
 
     @property
     def stats(self) -> FabricStats: ...
 
     def add_region(self, region: MemoryRegion, readers: frozenset[int] | None, writer: int | None) -> None:
         """Offer a region. `readers`: session numbers that may map or read it (None: decided by AccessCheck
-        alone); `writer`: the one session that may write it (an inbound region), or None."""
+        alone); `writer`: the one session that may write it (an inbound region), or None (whoever was admitted to
+        write it, and the AccessCheck lets)."""
         ...
 
     def remove_region(self, region_id: int) -> None:
