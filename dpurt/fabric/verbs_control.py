@@ -53,7 +53,6 @@ __all__ = [
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
 SILENCE_S = 10  # without a sign of the peer's kernel
-_TURN_MESSAGES = 16
 _LENGTH = struct.Struct("<I")
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -223,7 +222,6 @@ class Control:
             _tune(sock)
         self._wire = Wire(sock, peer)
         self._unsent = bytearray()
-        self._received = 0
         self._more = trio.Event()
 
     @property
@@ -276,9 +274,10 @@ class Control:
 
     async def receive(self, deadline: float = math.inf) -> Message:
         """The next message. Raises FabricError: ``"closed"``, ``"timed_out"``, ``"protocol"``."""
-        self._received += 1
-        if self._received % _TURN_MESSAGES == 0:  # a flood of them must not starve the loop
-            await trio.lowlevel.checkpoint()
+        if (
+            deadline == math.inf and await self._wire.at_end()
+        ):  # which takes in all there is of a message, and its turns
+            raise FabricError(self.peer, "receive", "closed", 0, "end of stream")
         [length] = _LENGTH.unpack(await self._wire.receive_bytes(_LENGTH.size, deadline))
         if length > MAX_MESSAGE_BYTES:
             raise FabricError(self.peer, "control", "protocol", 0, f"a message of {length} bytes")
