@@ -366,9 +366,11 @@ class VerbsLink:
             raise self._protocol(f"an ask for {total} bytes in {len(ask.entries)} ranges")
         for lane in ask.lanes:
             self._lane(lane)
-        sources = ask.runs if ask.op == "store" else {}
-        if any(sum(run.length for run in runs) != total for runs in sources.values()):
+        sources = ask.runs.values() if ask.op == "store" else ()
+        if any(sum(run.length for run in runs) != total for runs in sources):
             raise self._protocol("a store whose runs are not as long as its ranges")
+        if any(len(runs) > 2 * frames.max_entries for runs in sources):  # twice: registrations have ends, too
+            raise self._protocol("a store from too many places")
         return total
 
     # --- pulls and stores ---
