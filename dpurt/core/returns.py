@@ -206,7 +206,7 @@ class Returns:
     GROWTH = 4
     MIN_REACH, MAX_REACH = 64, 1024
     FLOOR = 0.0002  # uses a second below which nothing is fetched, even into free room
-    LATER_S, LATER_WEIGHT = 120.0, 0.1
+    LATER_S, LATER_WEIGHT = 60.0, 0.1
     LASTING_S = 120.0  # a fetched block is taken to stay: what is not used by then was useless
     FULL_S = 5.0  # after its policy last asked what to evict, staging is taken to be full
     REFIT_S = 15.0
