@@ -250,7 +250,7 @@ class Arbiter:
 
     def is_ready(self, now: float) -> bool:
         """Something waits, and might be issued: the last `plan` ended for a reason that may be gone."""
-        return bool(self._waiting) and now >= self._blocked_until
+        return now >= self._blocked_until and bool(self._waiting)
 
     def waiting_on(self, block: int, parts_mask: int | None) -> int | None:
         """The waiting job for exactly these parts of the block."""

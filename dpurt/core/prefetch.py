@@ -29,6 +29,7 @@ predictors' bounded tables.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class PrefetchCore:
         self.view = view
         self._predictors = tuple(predictors)
         self._kinds: dict[type[Event], _Kind] = {}
-        self._said_at: float | None = None  # when a predictor will speak without an event
+        self._said_at = math.inf  # when a predictor will speak without an event
         self._note_wakeups()
         self._forget_s = forget_s
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # the one heard of longest ago first
@@ -168,7 +169,7 @@ class PrefetchCore:
         predictions = self._ask(listeners, event, now) if listeners else []
         if predictions or self.arbiter.is_ready(now):
             self._plan(predictions, now)
-        return self._take_commands()
+        return self._take_commands() if self._commands else []
 
     def tick(self, now: float) -> list[Command]:
         """Do what is due without an event: expiries, timed predictions, bandwidth that became free."""
@@ -187,11 +188,14 @@ class PrefetchCore:
     def next_wakeup(self) -> float | None:
         """When `tick` should be called, unless an event comes first; None: not before one does. May lie in
         the past."""
-        earliest = _sooner(self.arbiter.next_wakeup(), self.ledger.next_expiry())
-        earliest = _sooner(earliest, self._said_at)
+        earliest = self._said_at
+        for due in (self.arbiter.next_wakeup(), self.ledger.next_expiry()):
+            if due is not None and due < earliest:
+                earliest = due
         for oldest in self._sequences.values():
-            return _sooner(earliest, oldest.heard_at + self._forget_s)
-        return earliest
+            earliest = min(earliest, oldest.heard_at + self._forget_s)
+            break
+        return None if earliest == math.inf else earliest
 
     def is_wanted(self, block: int, now: float) -> bool:
         """A live sequence is expected to ask for the block soon. Holds for the present call."""
@@ -354,10 +358,11 @@ class PrefetchCore:
 
     def _note_wakeups(self) -> None:
         """Predictors were told something, or have spoken: nothing else changes when they will."""
-        said_at: float | None = None
+        self._said_at = math.inf
         for predictor in self._predictors:
-            said_at = _sooner(said_at, predictor.next_wakeup())
-        self._said_at = said_at
+            due = predictor.next_wakeup()
+            if due is not None and due < self._said_at:
+                self._said_at = due
 
     def _kind_of(self, event: Event) -> _Kind:
         kind = type(event)
@@ -417,14 +422,5 @@ class PrefetchCore:
                 self.arbiter.learn(predictor, probability, _USED[outcome])
 
     def _take_commands(self) -> list[Command]:
-        commands = self._commands
-        if commands:
-            self._commands = []
-            return commands
-        return []
-
-
-def _sooner(a: float | None, b: float | None) -> float | None:
-    if a is None or (b is not None and b < a):
-        return b
-    return a
+        commands, self._commands = self._commands, []
+        return commands

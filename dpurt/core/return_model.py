@@ -13,8 +13,8 @@ The prior is a `Forest` fitted beforehand (boosted trees over the same traits an
 same at all time scales, to minutes. So a node that ships with a prior and
 one that learns from nothing run the same code.
 
-A request under way cannot return, but will soon be able to: `Running` learns, by time since its start, how often the
-*next* request of its conversation was less than a window away.
+A request under way cannot return, but will soon be able to: `Running` learns, by time since its start and by how long
+its conversation used to be away, how often the *next* request of its conversation was less than a window away.
 
 Nothing here knows of blocks or streams: `dpurt.core.returns` does.
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ __all__ = [
     "Running",
     "Settings",
     "Traits",
+    "running_kind",
     "stop_code",
 ]
 
@@ -252,36 +254,47 @@ def _by_bucket(of_row: Ints, values: Floats) -> Floats:
     return np.asarray(sums.reshape(MAX_BUCKETS, NUM_AGES), float)
 
 
+_RUN_GAPS = (0.0, 6.0, 12.0, 40.0)
+NUM_KINDS = NUM_STOPS * (len(_RUN_GAPS) + 1)
+
+
+def running_kind(stop: int, mean_gap: float) -> int:
+    """The kind of a request under way, by its conversation's last known stop and mean gap (negative: none yet)."""
+    return stop + NUM_STOPS * bisect_left(_RUN_GAPS, mean_gap)
+
+
 class Running:
-    """P(the next request of its conversation comes within the window), by the kind of the conversation's last known
-    stop and the time since the request under way came."""
+    """P(the next request of its conversation comes within a window), a weighted sum over windows, by the request's
+    `running_kind` and the time since it came. `windows`: pairs of seconds and weights."""
 
     EDGES = np.array([0, 1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 64, math.inf])
 
-    def __init__(self, window_s: float, doubt_s: float = 20.0) -> None:
-        self._window_s = window_s
+    def __init__(self, windows: Sequence[tuple[float, float]], doubt_s: float = 20.0) -> None:
+        self._windows = tuple(windows)
         self._edges: list[float] = self.EDGES.tolist()
-        shape = (NUM_STOPS, len(self.EDGES) - 1)
+        shape = (NUM_KINDS, len(self.EDGES) - 1)
         self._exposed_s = np.full(shape, doubt_s)
-        self._close_s = np.full(shape, 0.05 * doubt_s)
+        self._close_s = np.full(shape, 0.05 * doubt_s * sum(weight for _, weight in windows))
 
-    def finished(self, stop: int, ran_s: float) -> None:
+    def finished(self, kind: int, ran_s: float) -> None:
         """A request ran so long."""
-        self._exposed_s[stop] += _overlap(self.EDGES, 0.0, ran_s)
+        self._exposed_s[kind] += _overlap(self.EDGES, 0.0, ran_s)
 
-    def returned(self, stop: int, ran_s: float, gap_s: float) -> None:
+    def returned(self, kind: int, ran_s: float, gap_s: float) -> None:
         """The next one came `gap_s` after its end."""
-        self._close_s[stop] += _overlap(self.EDGES, max(0.0, ran_s + gap_s - self._window_s), ran_s)
+        for window_s, weight in self._windows:
+            close = _overlap(self.EDGES, max(0.0, ran_s + gap_s - window_s), ran_s)
+            self._close_s[kind] += weight * close
 
-    def probability_of(self, stop: int, age: float) -> float:
+    def probability_of(self, kind: int, age: float) -> float:
         """For one."""
         at = min(bisect_right(self._edges, age) - 1, len(self._edges) - 2)
-        return float(self._close_s[stop, at] / self._exposed_s[stop, at])
+        return float(self._close_s[kind, at] / self._exposed_s[kind, at])
 
-    def probability(self, stops: Ints, ages: Floats) -> Floats:
+    def probability(self, kinds: Ints, ages: Floats) -> Floats:
         """For requests under way since `ages` seconds."""
         at = np.clip(np.searchsorted(self.EDGES, ages, side="right") - 1, 0, len(self.EDGES) - 2)
-        return np.asarray(self._close_s[stops, at] / self._exposed_s[stops, at])
+        return np.asarray(self._close_s[kinds, at] / self._exposed_s[kinds, at])
 
 
 def _overlap(edges: Floats, start: float, end: float) -> Floats:

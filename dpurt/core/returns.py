@@ -2,7 +2,9 @@
 
 Theory of operation. A *stream* is one conversation: the chain of blocks of its last request. It is *running* from its
 arrival to its end, then *idle* until a request continues it; that request makes a new stream in its place. At any time
-a stream has a chance of being continued within the next `window_s` (`dpurt.core.return_model`). A block's worth is the
+a stream has a chance of being continued within the next `window_s` (`dpurt.core.return_model`), to which the chance of
+that within `LATER_S` is added with a small weight: of two conversations as likely to return soon, the one that will return
+later stays, or it would be read back in the rush of its return. A block's worth is the
 sum of the chances of the streams it is part of, plus what new conversations on popular branches ask for, plus one for
 each request under way that has not read it yet. So a block of many conversations is worth more, one whose conversation
 has just arrived is worth little once read, as it cannot be asked for again soon, and one in the dead time after a turn
@@ -60,6 +62,7 @@ from dpurt.core.return_model import (
     ReturnModel,
     Running,
     Traits,
+    running_kind,
     stop_code,
 )
 
@@ -87,11 +90,16 @@ class _Stream:
     cursor: int = 0
     ended_at: float = 0.0
     stop: int = 0  # the last known of its conversation
+    kind: int = 0  # of a request under way, as `Running` has them
     gaps: tuple[float, ...] = ()
     log_gap_sum: float = 0.0
     ran_s: float = 0.0
-    ran_as: int = 0  # the stop known while it ran
     teaches: bool = True  # not in a pause
+
+    @property
+    def mean_gap(self) -> float:
+        """Geometric, negative when there is none."""
+        return math.exp(self.log_gap_sum / (self.depth - 1)) if self.depth > 1 else -1.0
 
 
 class _Rows:
@@ -182,8 +190,8 @@ class _Slots:
         self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
         self.booked: Floats = np.zeros(num_slots)  # age up to which the model knows
-        self.stop: Ints = np.zeros(num_slots, np.int64)
-        self.chance: Floats = np.zeros(num_slots)  # of a return within the window, as last computed
+        self.kind: Ints = np.zeros(num_slots, np.int64)  # while it runs
+        self.chance: Floats = np.zeros(num_slots)  # of a return within the windows, as last computed
 
 
 class Returns:
@@ -198,6 +206,7 @@ class Returns:
     GROWTH = 4
     MIN_REACH, MAX_REACH = 64, 1024
     FLOOR = 0.0002  # uses a second below which nothing is fetched, even into free room
+    LATER_S, LATER_WEIGHT = 60.0, 0.1
     LASTING_S = 120.0  # a fetched block is taken to stay: what is not used by then was useless
     FULL_S = 5.0  # after its policy last asked what to evict, staging is taken to be full
     REFIT_S = 15.0
@@ -216,7 +225,8 @@ class Returns:
         self.window_s = window_s
         self._fetches = fetches
         self._model = ReturnModel(prior)
-        self._running_model = Running(window_s)
+        self._windows = ((window_s, 1.0), (self.LATER_S, self.LATER_WEIGHT))
+        self._running_model = Running(self._windows)
         self._rows = _Rows()
         self._pairs = _Pairs()
         self._live_pairs = 0
@@ -331,7 +341,7 @@ class Returns:
             self._shed(now)
         slot = self._free_slots.pop()
         slots = self._slots
-        slots.state[slot], slots.since[slot], slots.stop[slot], slots.chance[slot] = RUNNING, now, 0, 0.0
+        slots.state[slot], slots.since[slot], slots.kind[slot], slots.chance[slot] = RUNNING, now, 0, 0.0
         stream = self._streams[slot] = _Stream(slot, sequence, owner, [], len(rows), 1, now)
         return stream
 
@@ -354,9 +364,9 @@ class Returns:
         if slots.state[parent.slot] == IDLE:
             self._book_return(parent, gap, now)
         else:
-            gap, parent.ran_s, parent.ran_as = 0.0, now - parent.came_at, parent.stop
-            self._running_model.finished(parent.ran_as, parent.ran_s)
-        self._running_model.returned(parent.ran_as, parent.ran_s, gap)
+            gap, parent.ran_s = 0.0, now - parent.came_at
+            self._running_model.finished(parent.kind, parent.ran_s)
+        self._running_model.returned(parent.kind, parent.ran_s, gap)
         is_whole = stream.matched >= len(parent.rows)
         self._tails[0] += 1
         self._tails[1] += is_whole
@@ -364,7 +374,8 @@ class Returns:
         stream.gaps = (gap, *parent.gaps[:1])
         stream.log_gap_sum = parent.log_gap_sum + math.log(gap + 0.5)
         stream.stop = parent.stop
-        slots.stop[stream.slot] = parent.stop
+        stream.kind = running_kind(stream.stop, stream.mean_gap)
+        slots.kind[stream.slot] = stream.kind
         self._end(parent)
 
     def _book_return(self, parent: _Stream, gap: float, now: float) -> None:
@@ -420,15 +431,13 @@ class Returns:
     def _finished(self, stream: _Stream, reason: str, now: float) -> None:
         self._pass(stream, len(stream.rows))
         stream.ran_s = now - stream.came_at
-        stream.ran_as = stream.stop
-        self._running_model.finished(stream.ran_as, stream.ran_s)
+        self._running_model.finished(stream.kind, stream.ran_s)
         stream.stop = stop_code(reason) or stream.stop
         self._rest(stream, stop_code(reason), now)
 
     def _rest(self, stream: _Stream, stop: int, now: float) -> None:
         """From now on it is idle, with the hazards of its traits."""
         slots, slot = self._slots, stream.slot
-        turns = stream.depth - 1
         traits = Traits(
             stop,
             stream.ran_s,
@@ -437,12 +446,11 @@ class Returns:
             stream.depth,
             stream.gaps[0] if stream.gaps else -1.0,
             stream.gaps[1] if len(stream.gaps) > 1 else -1.0,
-            math.exp(stream.log_gap_sum / turns) if turns else -1.0,
+            stream.mean_gap,
         )
         slots.state[slot], slots.since[slot], slots.booked[slot] = IDLE, now, 0.0
         slots.row[slot], slots.prior[slot] = self._model.row(traits), self._model.prior_hazards(traits)
         self._apply_model(np.array([slot]))
-        slots.stop[slot] = stream.stop
         stream.ended_at = now
         self._expect(stream, self._chance(slot, now))
 
@@ -539,14 +547,16 @@ class Returns:
         return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
 
     def _chances(self, live: Ints, now: float) -> Floats:
-        """Of a return within the window, for these slots of running and idle streams."""
+        """Of a return within the windows, for these slots of running and idle streams."""
         slots = self._slots
         ages = np.maximum(0.0, now - slots.since[live])
         is_idle = slots.state[live] == IDLE
         chances = np.empty(len(live))
         idle, age = live[is_idle], ages[is_idle]
-        chances[is_idle] = -np.expm1(self._risk(idle, age) - self._risk(idle, age + self.window_s))
-        chances[~is_idle] = self._running_model.probability(slots.stop[live[~is_idle]], ages[~is_idle])
+        risk = self._risk(idle, age)
+        soon, later = (-weight * np.expm1(risk - self._risk(idle, age + s)) for s, weight in self._windows)
+        chances[is_idle] = soon + later
+        chances[~is_idle] = self._running_model.probability(slots.kind[live[~is_idle]], ages[~is_idle])
         return chances
 
     def _chance(self, slot: int, now: float) -> float:
@@ -554,9 +564,10 @@ class Returns:
         slots = self._slots
         age = max(0.0, now - float(slots.since[slot]))
         if slots.state[slot] != IDLE:
-            return self._running_model.probability_of(int(slots.stop[slot]), age)
-        risk = self._risk_of(slot, age) - self._risk_of(slot, age + self.window_s)
-        return -float(np.expm1(risk))  # the same function to the last bit as for many
+            return self._running_model.probability_of(int(slots.kind[slot]), age)
+        risk = self._risk_of(slot, age)  # and numpy's expm1, the same to the last bit as for many
+        soon, later = (-w * np.expm1(risk - self._risk_of(slot, age + s)) for s, w in self._windows)
+        return float(soon + later)
 
     def _risk_of(self, slot: int, age: float) -> float:
         age_bin = min(bisect_right(_EDGES, age) - 1, NUM_AGES - 1)

@@ -28,6 +28,7 @@ from dpurt.core.return_model import (
     ReturnModel,
     Running,
     Traits,
+    running_kind,
     stop_code,
 )
 from dpurt.core.returns import HEAD_LEAD, Returns
@@ -113,6 +114,18 @@ def stump(limit, below, above):
     )
 
 
+def steady(soon, later):
+    """A rate for the first 11 s; after that one for responses that took up to 5 s and one for longer ones."""
+    late, long = math.log(later[0]), math.log(later[1])
+    return Forest(
+        0.0,
+        np.array([[NUM_FEATURES - 1, 0, 1]]),
+        np.array([[11.0, math.inf, 5.0]]),
+        np.array([[math.log(soon), 0.0, late, long]]),
+        frozenset({stop_code("tool_use")}),
+    )
+
+
 def test_a_forest_adds_up_its_trees():
     features = np.array([[0, 1, 1], [1, 0, 0]])
     thresholds = np.array([[0.5, 10.0, 20.0], [15.0, math.inf, math.inf]])
@@ -130,7 +143,7 @@ def test_a_forest_that_does_not_fit_together_is_refused():
 
 
 def test_running_learns_how_often_the_next_request_is_near():
-    running = Running(window_s=10.0, doubt_s=1.0)
+    running = Running([(10.0, 1.0)], doubt_s=1.0)
     for _ in range(200):
         running.finished(1, 15.0)
         running.returned(1, 15.0, 2.0)  # the next comes at 17: near from 7 on
@@ -138,6 +151,22 @@ def test_running_learns_how_often_the_next_request_is_near():
     assert near[0] < 0.05
     assert near[1] > 0.95
     assert near[2] > 0.95
+
+
+def test_running_adds_up_its_windows_by_weight():
+    running = Running([(10.0, 1.0), (1000.0, 0.5)], doubt_s=1.0)
+    for _ in range(200):
+        running.finished(1, 15.0)
+        running.returned(1, 15.0, 2.0)
+    assert running.probability_of(1, 1.5) == pytest.approx(0.5, abs=0.05)
+    assert running.probability_of(1, 14.0) == pytest.approx(1.5, abs=0.05)
+    assert running.probability_of(1, 14.0) == running.probability(np.array([1]), np.array([14.0]))[0]
+
+
+def test_requests_under_way_are_told_apart_by_stop_and_how_long_their_conversation_was_away():
+    kinds = [running_kind(stop, gap) for stop in (0, 1) for gap in (-1.0, 3.0, 8.0, 20.0, 100.0)]
+    assert len(set(kinds)) == len(kinds)
+    assert running_kind(1, 3.0) == running_kind(1, 5.0)
 
 
 class TestWorth:
@@ -148,6 +177,12 @@ class TestWorth:
         own = worth_of(returns, 2, 5.0)
         assert own > 0
         assert worth_of(returns, 1, 5.0) > 1.9 * own
+
+    def test_of_two_as_likely_to_return_soon_the_one_that_returns_later_is_worth_more(self):
+        returns = Returns(steady(soon=0.02, later=(1e-6, 0.02)))
+        turn(returns, 1, [], [1, 2, 3], 0.0, "tool_use", ran_s=1.0)  # idle for good after the first seconds
+        turn(returns, 2, [], [4, 5, 6], 0.0, "tool_use", ran_s=9.0)
+        assert worth_of(returns, 4, 10.0) > 1.3 * worth_of(returns, 1, 2.0)
 
     def test_heads_are_worth_more_than_tails_and_a_tail_as_often_as_it_was_seen_again(self):
         returns = Returns()
