@@ -195,18 +195,16 @@ class EnginesAgent(Actor[None]):
                     self._receive(rank, socket, await socket.recv())
 
     def _receive(self, rank: Rank, socket: ZmqSocket, first: list[bytes]) -> None:
-        """A message, and those that are here with it."""
+        """A message, and those that are here with it. If the way was interrupted among them, all of them have to wait."""
         self._heard.set()
-        now, frames = trio.current_time(), first
-        for _ in range(AT_ONCE):
-            if socket.was_interrupted():
-                self._obey(rank, rank.core.interrupted(now))
+        messages = [first]
+        while len(messages) < AT_ONCE and (more := socket.try_recv()) is not None:
+            messages.append(more)
+        now = trio.current_time()
+        if socket.was_interrupted():
+            self._obey(rank, rank.core.interrupted(now))
+        for frames in messages:
             self._obey(rank, rank.core.live(frames, now))
-            more = socket.try_recv()
-            if more is None:
-                return
-            frames = more
-        self._obey(rank, rank.core.live(frames, now))
 
     @staticmethod
     def _obey(rank: Rank, ask: Ask | None) -> None:

@@ -139,7 +139,13 @@ class FabricAgent(Actor[None]):
         fabric = self.fabrics[kind]
         fabric.add_region(inbound, frozenset(), session)
         self._inbound[session] = inbound.region_id
-        fabric.admit(session, token, [region.region_id for region in regions], [inbound.region_id])
+        readable = [region.region_id for region in regions]
+        writable = [inbound.region_id, *(readable if fabric.lands_stores else ())]
+        fabric.admit(session, token, readable, writable)
+
+    def lands_stores(self, kind: str) -> bool:
+        """See `Fabric.lands_stores`."""
+        return self.fabrics[kind].lands_stores
 
     def may_still_read(self, kind: str, session: int) -> bool:
         """The host maps our memory and has not let go of it, though we may have cut it off already."""

@@ -23,7 +23,7 @@ import trio
 
 from dpurt.agents.block_store import BlockStore, Reclaim, StoreFull, StoreLost
 from dpurt.agents.segment_scan import Rebuilt, StoredRecord
-from dpurt.core.record import RecordLayout
+from dpurt.core.record import RecordError, RecordLayout
 from dpurt.core.segment_log import LastUse
 from dpurt.errors import BdevError, BdevTimeout, ConfigError
 
@@ -148,6 +148,16 @@ class FlashTier:
         number, offset = divmod(extent, SPAN)
         await self.stores[number].read(
             layout, offset, image, key=key, shard=shard, deadline=deadline, parts_mask=parts_mask
+        )
+
+    async def read_run(
+        self, layout: RecordLayout, extent: int, images: Sequence[memoryview], *, keys: Sequence[bytes], shard: int,
+        deadline: float,
+    ) -> list[RecordError | None]:  # fmt: skip
+        """See `BlockStore.read_run`."""
+        number, offset = divmod(extent, SPAN)
+        return await self.stores[number].read_run(
+            layout, offset, images, keys=keys, shard=shard, deadline=deadline
         )
 
     def forget(self, extent: int) -> bool:

@@ -130,8 +130,9 @@ class Hosts:
         number = next(self._numbers)
         try:
             inbound = self._intake.open_session(
-                number, hello.host, inbound_bytes, [s.layout.payload_bytes for s in spaces.values()]
-            )
+                number, hello.host, inbound_bytes, [s.layout.payload_bytes for s in spaces.values()],
+                has_slots=self._fabric.lands_stores(choice.kind),
+            )  # fmt: skip
         except ConfigError as error:  # of one host too many, not of the topology
             raise Refusal("no_memory", str(error)) from error
         regions = {state.slab.region.region_id: state.slab.region for state in spaces.values()}

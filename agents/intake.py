@@ -1,9 +1,15 @@
 """The intake: how a host's blocks come in. Owns the hosts' inbound regions and the reservations in them. Data and methods, no task.
 
-A host writes into a *cell* of its own inbound region and commits with the parts' CRC-32Cs. Commit first copies the bytes out
-into a staging slot and then checks the copy: a host that maps its region could change bytes after a check. Only then the
-block becomes visible; it is written behind to flash, its slot pinned until the device has it. At most `DIRTY_SHARE` of a
-pool may wait for the device, so that stores cannot fill staging: beyond it a commit waits, at most until its deadline.
+A host commits what it wrote with the parts' CRC-32Cs; only what agrees becomes visible, whole. Where the fabric lands stores
+(`Fabric.lands_stores`: the node's NIC or socket puts the bytes where they go) a reservation is a staging slot, not mapped yet,
+and the bytes are checked where they are: no write is begun once the commit has, and one still under way then is a refusal. A
+host that maps its memory (shm) could change bytes after a check, so it writes into a *cell* of its own inbound region, and
+commit first copies the bytes out, then checks the copy. So does one whose reservation found no slot: each reservation takes a
+cell, used or not, which is what a host may have at a time.
+
+The new block is written behind to flash, its slot pinned until the device has it. At most `RESERVED_SHARE` of a pool may be
+reserved and `DIRTY_SHARE` of it wait for the device, so that stores cannot fill staging: beyond the one, reservations are cells;
+beyond the other a commit waits, at most until its deadline.
 Where flash has an endurance budget (`dpurt.core.endurance`) what it does not admit stays in staging alone, and is offered
 again when it is used: parents always before children, since a child without its parent is lost.
 
@@ -39,6 +45,7 @@ OFF_LOOP_BYTES = 1 << 20  # copy and check larger batches in a thread
 WAIT_SHARE = 0.8  # of a commit's time, for the device
 SMALL_BYTES = 64 << 10  # of a payload: copied without ado
 RESERVATION_S = 30.0
+RESERVED_SHARE = 0.25
 DIRTY_SHARE = 0.5
 ALIGN = 4096
 Ids = NDArray[np.int32]
@@ -46,16 +53,17 @@ Ids = NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class _Inbound:
-    """One host's inbound region: equal cells, one a reservation."""
+    """One host's inbound region: equal cells, one a reservation. `has_slots`: its reservations may be staging slots."""
 
     region: MemfdRegion
     cell_bytes: int
     free: list[int]
+    has_slots: bool
 
 
 @dataclass(slots=True, eq=False)
 class Reserved:
-    """A host's right to write one block into a cell of its inbound region, until commit or `expires`."""
+    """A host's right to write one block, until commit or `expires`: into `slot`, or else into a cell of its inbound region."""
 
     number: int
     session: int
@@ -69,6 +77,7 @@ class Reserved:
     expires: float
     tokens: bytes | None
     chained: bool
+    slot: int | None = None
     transfers: int = 0
     is_committing: bool = False  # the commit gives it back
     given_back: bool = False
@@ -80,7 +89,7 @@ class Reserved:
         return self.given_back or self.is_committing
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Written:
     """One block of a commit message, whose reservation stands; `position` in the message."""
 
@@ -99,7 +108,8 @@ class _Arrival:
     block_id: int
     handle: int
     ref: int
-    slot: int
+    slot: int = -1
+    has_landed: bool = False  # the bytes came straight into the slot
     is_good: bool = False
 
 
@@ -118,8 +128,10 @@ class Intake:
         self.is_wanted: Callable[[int, float], bool] = lambda ref, now: False
         self.tape: Tape | None = None
         self._cleaner = trio.lowlevel.ParkingLot()
+        self._slots_reserved: dict[int, int] = {}  # by slab
         self.dirty: dict[int, int] = {}  # by slab: slots the device does not have yet
         self.stored = 0
+        self.landed = 0  # of these, without a copy
         self.refused: dict[str, int] = {}
         self.expired = 0
         self.writes_lost = 0
@@ -132,13 +144,13 @@ class Intake:
     # --- sessions and scopes ---
 
     def open_session(
-        self, session: int, host: str, inbound_bytes: int, payload_bytes: Sequence[int]
+        self, session: int, host: str, inbound_bytes: int, payload_bytes: Sequence[int], *, has_slots: bool
     ) -> MemfdRegion:
-        """Make a host's inbound region, cells as large as its largest block."""
+        """Make a host's inbound region, cells as large as its largest block. `has_slots`: its fabric lands stores."""
         cell = -(-max(payload_bytes) // ALIGN) * ALIGN
         cells = max(1, inbound_bytes // cell)
         region = MemfdRegion(self._region_ids(), f"inbound-{host}-{session}", cells * cell)
-        self._inbound[session] = _Inbound(region, cell, list(range(cells - 1, -1, -1)))
+        self._inbound[session] = _Inbound(region, cell, list(range(cells - 1, -1, -1)), has_slots)
         return region
 
     def close_session(self, session: int) -> None:
@@ -223,10 +235,34 @@ class Intake:
             expires, tokens, chained,
         )  # fmt: skip
         self._reserved[reserved.number] = self._reserving[state.number, key, shard] = reserved
+        if inbound.has_slots:
+            self._reserve_slot(reserved)
+        region, start = self._place(reserved, inbound)
         return m.Reservation(
-            status="reserved", reservation=reserved.number, region=inbound.region.region_id,
-            offset=reserved.cell * inbound.cell_bytes, length=state.layout.payload_bytes,
+            status="reserved", reservation=reserved.number, region=region.region_id,
+            offset=start, length=state.layout.payload_bytes,
         )  # fmt: skip
+
+    def _reserve_slot(self, reserved: Reserved) -> None:
+        """If there is one for it."""
+        state, now = reserved.state, trio.current_time()
+        slab, count = state.slab, self._slots_reserved.get(state.slab.number, 0)
+        if count >= RESERVED_SHARE * slab.pool.num_slots:
+            return
+        taken = slab.pool.reserve(now, protect=lambda other: self.is_wanted(other, now))
+        if taken is None:
+            return
+        reserved.slot = taken.slot
+        self._slots_reserved[slab.number] = count + 1
+        if taken.evicted is not None:
+            self._index.slot_evicted(taken.evicted, now, f"for a store into {state.name!r}")
+
+    @staticmethod
+    def _place(reserved: Reserved, inbound: _Inbound) -> tuple[MemfdRegion, int]:
+        """Where the host writes: a region, and from where."""
+        if reserved.slot is None:
+            return inbound.region, reserved.cell * inbound.cell_bytes
+        return reserved.state.slab.region, reserved.state.payload_at(reserved.slot)
 
     def _give_back(self, reserved: Reserved) -> None:
         if reserved.given_back:
@@ -236,10 +272,13 @@ class Intake:
         if reserved.over is not None:
             reserved.over.set()
         if not reserved.transfers:
-            self._free_cell(reserved)
+            self._free_place(reserved)
 
-    def _free_cell(self, reserved: Reserved) -> None:
+    def _free_place(self, reserved: Reserved) -> None:
+        """Nobody writes there any more."""
         del self._reserved[reserved.number]
+        if reserved.slot is not None:
+            reserved.state.slab.pool.fill_failed(self._handed_over(reserved), reserved.state.layout.all_parts)
         inbound = self._inbound.get(reserved.session)
         if inbound is not None:
             inbound.free.append(reserved.cell)
@@ -251,9 +290,9 @@ class Intake:
         reserved, inbound = self._reserved.get(number), self._inbound.get(session)
         if reserved is None or inbound is None or reserved.session != session or reserved.is_over:
             return False
-        start = reserved.cell * inbound.cell_bytes
+        region, start = self._place(reserved, inbound)
         end = start + reserved.state.layout.payload_bytes
-        if inbound.region.region_id != region_id or not start <= offset <= offset + length <= end:
+        if region.region_id != region_id or not start <= offset <= offset + length <= end:
             return False
         reserved.transfers += 1
         return True
@@ -263,7 +302,7 @@ class Intake:
         reserved = self._reserved[number]
         reserved.transfers -= 1
         if reserved.given_back and not reserved.transfers:
-            self._free_cell(reserved)
+            self._free_place(reserved)
 
     # --- committing ---
 
@@ -370,7 +409,7 @@ class Intake:
         ):
             if state.has_shard(block_id, shard):
                 statuses[written.position] = "exists"
-            elif len(written.crcs) != state.layout.num_parts:
+            elif len(written.crcs) != state.layout.num_parts or _is_being_written(written.reserved):
                 statuses[written.position] = "checksum"
             else:
                 fresh.append((written, block_id, handle))
@@ -384,24 +423,46 @@ class Intake:
         statuses: list[str],
         now: float,
     ) -> list[_Arrival]:
+        """In the order of `fresh`. What landed has its slot, and is mapped to it; the rest gets one, as far as there are."""
+        found = [
+            _Arrival(
+                written.reserved, written.crcs, written.position, block_id, handle, state.ref(handle, shard)
+            )
+            for written, block_id, handle in fresh[: max(self._clean_room(state), 0)]
+        ]
+        landed = [arrival for arrival in found if arrival.reserved.slot is not None]
+        for arrival in landed:
+            arrival.slot, arrival.has_landed = self._handed_over(arrival.reserved), True
         slab = state.slab
-        room = self._clean_room(state)
-        refs = [state.ref(handle, shard) for _, _, handle in fresh[: max(room, 0)]]
-        taken = []
-        if refs:
-            taken = slab.pool.take_many(
+        slab.pool.assign([arrival.slot for arrival in landed], [arrival.ref for arrival in landed], now)
+        self._take_free(state, [arrival for arrival in found if not arrival.has_landed], now)
+        arrivals = [arrival for arrival in found if arrival.slot >= 0]
+        self.dirty[slab.number] = self.dirty.get(slab.number, 0) + len(arrivals)
+        for written, _, _ in fresh:
+            statuses[written.position] = "no_room"  # until it is known better, see `_admit`
+        return arrivals
+
+    def _handed_over(self, reserved: Reserved) -> int:
+        """Its slot, which is the reservation's no more."""
+        assert reserved.slot is not None
+        slot, reserved.slot = reserved.slot, None
+        self._slots_reserved[reserved.state.slab.number] -= 1
+        return slot
+
+    def _take_free(self, state: SpaceState, arrivals: Sequence[_Arrival], now: float) -> None:
+        """Slots for those whose bytes are in a cell; the last may get none."""
+        refs = [arrival.ref for arrival in arrivals]
+        taken = (
+            state.slab.pool.take_many(
                 refs, state.layout.all_parts, now, protect=lambda other: self.is_wanted(other, now)
             )
-        for one in taken:
+            if refs
+            else []
+        )
+        for arrival, one in zip(arrivals, taken, strict=False):
+            arrival.slot = one.slot
             if one.evicted is not None:
                 self._index.slot_evicted(one.evicted, now, f"to store a block of {state.name!r}")
-        self.dirty[slab.number] = self.dirty.get(slab.number, 0) + len(taken)
-        for written, _, _ in fresh[len(taken) :]:
-            statuses[written.position] = "no_room"
-        return [
-            _Arrival(written.reserved, written.crcs, written.position, block_id, handle, ref, one.slot)
-            for (written, block_id, handle), ref, one in zip(fresh, refs, taken, strict=False)
-        ]
 
     async def _copy_and_check(self, arrivals: Sequence[_Arrival]) -> None:
         if sum(a.reserved.state.layout.payload_bytes for a in arrivals) >= OFF_LOOP_BYTES:
@@ -411,7 +472,7 @@ class Intake:
 
     def _copy_all(self, arrivals: Sequence[_Arrival]) -> None:
         for arrival in arrivals:
-            arrival.is_good = self._copy(arrival)
+            arrival.is_good = (arrival.has_landed or self._copy(arrival)) and _is_intact(arrival)
 
     def _copy(self, arrival: _Arrival) -> bool:
         """Bytes first, check second. May run in a thread: the slot is filling and the cell reserved, so both are ours."""
@@ -426,12 +487,7 @@ class Intake:
             payload[:] = source
         else:  # without the interpreter's lock, and slow to begin
             np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(source, np.uint8))
-        return all(
-            crc32c.crc32c(payload[start:stop]) == crc
-            for start, stop, crc in zip(
-                layout.part_offsets, layout.part_offsets[1:], arrival.crcs, strict=False
-            )
-        )
+        return True
 
     def _admit(
         self, state: SpaceState, shard: int, arrivals: Sequence[_Arrival], statuses: list[str]
@@ -447,6 +503,7 @@ class Intake:
             else:
                 status = "stored"
                 stored.append(arrival)
+                self.landed += arrival.has_landed
             statuses[arrival.position] = status
         if stored:
             self._make_visible(state, shard, stored, now)
@@ -549,6 +606,20 @@ class Intake:
                     self._storage.store.forget(extent)
             ids, extents = ids[is_there], [extents[i] for i in np.flatnonzero(is_there).tolist()]
         state.index.set_extents(ids, shard, extents)
+
+
+def _is_being_written(reserved: Reserved) -> bool:
+    """Into the slot itself, which then cannot be checked."""
+    return reserved.slot is not None and reserved.transfers > 0
+
+
+def _is_intact(arrival: _Arrival) -> bool:
+    layout = arrival.reserved.state.layout
+    payload = layout.payload(arrival.reserved.state.slab.image(arrival.slot))
+    return all(
+        crc32c.crc32c(payload[start:stop]) == crc
+        for start, stop, crc in zip(layout.part_offsets, layout.part_offsets[1:], arrival.crcs, strict=False)
+    )
 
 
 def _has_parent(arrival: _Arrival, stored: Sequence[_Arrival]) -> bool:

@@ -44,17 +44,19 @@ class PrefetchAgent(Actor[None]):
         self._staging = staging
         self.tape: Tape | None = None
         self.events_seen = 0
-        self._events: deque[tuple[Event, float]] = deque()  # with when they came
+        self._events: deque[tuple[Event, float]] = deque()  # with when they came, for the tape
         self._wake = trio.Event()
 
     def observe(self, event: Event) -> None:
         """Something happened. Handled soon, in order."""
-        now = trio.current_time()
         self.events_seen += 1
         if self.core is not None:
-            self._events.append((event, now))
-            self._wake.set()
+            heard = 0.0 if self.tape is None else trio.current_time()
+            self._events.append((event, heard))
+            if len(self._events) == 1:
+                self._wake.set()
         elif self.tape is not None:
+            now = trio.current_time()
             self.tape.told(event, now, now)
 
     def give_up(self) -> None:
@@ -78,12 +80,13 @@ class PrefetchAgent(Actor[None]):
             self._tick(self.core)
 
     def _handle_some(self, core: PrefetchCore) -> None:
+        now = trio.current_time()
         for _ in range(min(BATCH, len(self._events))):
             event, heard = self._events.popleft()
-            now = trio.current_time()
             if self.tape is not None:
-                self.tape.told(event, now, heard)
-            self._carry_out(core.handle(event, now))
+                self.tape.told(event, now, heard or now)
+            if (commands := core.handle(event, now)) or self.tape is not None:
+                self._carry_out(commands)
 
     def _tick(self, core: PrefetchCore) -> None:
         now = trio.current_time()

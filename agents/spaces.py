@@ -92,9 +92,7 @@ class SpaceState:
 
     def block_id(self, handle: int) -> int:
         """The index's id of a handle, -1 when that record is gone."""
-        table, block_id = self.index.table, handle & 0xFFFFFFFF
-        is_it = table.is_live(block_id) and table.generation.item(block_id) == handle >> 32
-        return block_id if is_it and not self.retired else -1
+        return -1 if self.retired else self.index.table.id_of(handle)
 
     def handle(self, block_id: int) -> int:
         """The handle of a live id."""

@@ -68,7 +68,7 @@ class Gather:
             self.complete.set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
     """One block a gather waits for: its position there, and the parts wanted."""
 

@@ -2,7 +2,8 @@
 
 Workers, as many as the device's queue is deep, take jobs in this order: demand reads, writes, prefetch reads; writes and
 prefetch may never hold all workers, so a demand read waits for one operation at most. A read a request starts to wait for is
-*promoted* from the prefetch queue. Jobs are not cancelled with their requester once started; they end by completion or by
+*promoted* from the prefetch queue. Small blocks that were queued in one go and lie side by side on the device (as those
+stored together do) are one operation. Jobs are not cancelled with their requester once started; they end by completion or by
 their deadline, and say so through `done`.
 
 A worker that reads is shielded, since the device uses the slot of the job in hand: a cancelled agent tells its workers to
@@ -33,9 +34,13 @@ from .spaces import SpaceState
 log = structlog.get_logger()
 WRITE_BATCH = 64  # blocks, at most
 WRITE_BATCH_BYTES = 4 << 20
+READ_RUN_BYTES = 256 << 10  # blocks that lie side by side are read as one, up to this
+READ_SPREAD = 4
 FIRST_RATE = 1e9  # bytes a second, until measured
 FIRST_LATENCY_S = 0.0002
 _STATUS = {"key": "stale", "shard": "stale", "stale": "stale", "expired": "expired"}  # all else is a checksum
+_End = tuple[str, Callable[[], Awaitable[None]] | None]  # of a read, see `ReadJob`
+_FAILED: _End = ("error", None)
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +198,7 @@ class StorageAgent(Actor[None]):
 
     async def _work_shielded(self, scope: trio.CancelScope) -> None:
         while not self._is_ending:
-            if (read := self._next_read(self._demand)) is not None:
+            if read := self._next_run(self._demand):
                 self._reading += 1
                 try:
                     await self._do_read(read)
@@ -205,10 +210,7 @@ class StorageAgent(Actor[None]):
                 )
                 await self._write_some()
                 scope.shield = True
-            elif (
-                self._prefetching < self._workers - 2
-                and (read := self._next_read(self._prefetch)) is not None
-            ):
+            elif self._prefetching < self._workers - 2 and (read := self._next_run(self._prefetch)):
                 self._prefetching += 1
                 try:
                     await self._do_read(read)
@@ -225,32 +227,66 @@ class StorageAgent(Actor[None]):
                 return job
         return None
 
-    async def _do_read(self, job: ReadJob) -> None:
-        status, settled = "error", None
-        began = job.began = trio.current_time()
-        layout, image = job.destination()
+    def _next_run(self, queue: deque[ReadJob]) -> list[ReadJob]:
+        """The next read, and those queued right after it that go on where it ends on the device: a share of what waits, since
+        a device should have several to do at once."""
+        share = len(queue) // READ_SPREAD
+        first = self._next_read(queue)
+        if first is None:
+            return []
+        run = [first]
+        most = min(share, READ_RUN_BYTES // first.record_bytes)
+        while queue and len(run) < most and _goes_on(run[-1], queue[0]):
+            job = queue.popleft()
+            job.started = True
+            run.append(job)
+        return run
+
+    async def _do_read(self, run: Sequence[ReadJob]) -> None:
+        ends: Sequence[_End] = [_FAILED] * len(run)
         try:
-            await self.store.read(
-                layout, job.extent, image,
-                key=job.key, shard=job.shard, parts_mask=job.parts_mask,
-                deadline=min(job.deadline, began + self.deadline_s),  # a host's patience is no device's excuse
-            )  # fmt: skip
-            status = "ok"
-            self._measure(job, began)
-        except RecordError as error:
-            status = _STATUS.get(error.reason, "checksum")
-            log.warning("record_refused", reason=error.reason, extent=job.extent, key=job.key.hex())
+            ends = await self._read(run)
+        finally:
+            for job, (status, settled) in zip(run, ends, strict=True):
+                self._finish(job, status, settled)
+
+    async def _read(self, run: Sequence[ReadJob]) -> list[_End]:
+        began = trio.current_time()
+        for job in run:
+            job.began = began
+        try:
+            refused = await self._ask_store(run, began)
         except BdevTimeout as error:
-            status, settled = "late", error.settled
-            now = trio.current_time()
-            self._latencies[job.extent // SPAN].observe(job.record_bytes, now - began, now)
+            self._note_latency(run, began)
+            return [("late", error.settled)] * len(run)
         except BdevError as error:
             if error.status == "unavailable":
-                status = "down"
-            else:
-                log.warning("read_failed", extent=job.extent, detail=str(error))
-        finally:
-            self._finish(job, status, settled)
+                return [("down", None)] * len(run)
+            if len(run) > 1:  # it is one of them, perhaps
+                return [(await self._read([job]))[0] for job in run]
+            log.warning("read_failed", extent=run[0].extent, detail=str(error))
+            return [_FAILED]
+        self._measure(run, began)
+        return [_end_of(job, refusal) for job, refusal in zip(run, refused, strict=True)]
+
+    async def _ask_store(self, run: Sequence[ReadJob], began: float) -> Sequence[RecordError | None]:
+        first = run[0]
+        layout, image = first.destination()
+        # a host's patience is no device's excuse
+        deadline = min(min(job.deadline for job in run), began + self.deadline_s)
+        if len(run) > 1:
+            images, keys = [job.destination()[1] for job in run], [job.key for job in run]
+            return await self.store.read_run(
+                layout, first.extent, images, keys=keys, shard=first.shard, deadline=deadline
+            )
+        try:
+            await self.store.read(
+                layout, first.extent, image,
+                key=first.key, shard=first.shard, parts_mask=first.parts_mask, deadline=deadline,
+            )  # fmt: skip
+        except RecordError as error:
+            return [error]
+        return [None]
 
     def _finish(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
         self.read_status[status] = self.read_status.get(status, 0) + 1
@@ -320,11 +356,16 @@ class StorageAgent(Actor[None]):
 
     # --- rate ---
 
-    def _measure(self, job: ReadJob, began: float) -> None:
-        now = trio.current_time()
+    def _note_latency(self, run: Sequence[ReadJob], began: float) -> float:
+        """How long the read took."""
+        now, size = trio.current_time(), sum(job.record_bytes for job in run)
         elapsed = max(now - began, 1e-6)
-        self._latencies[job.extent // SPAN].observe(job.record_bytes, elapsed, now)
-        rate = job.record_bytes / elapsed * max(1, self._reading + self._prefetching)
+        self._latencies[run[0].extent // SPAN].observe(size, elapsed, now)
+        return elapsed
+
+    def _measure(self, run: Sequence[ReadJob], began: float) -> None:
+        elapsed = self._note_latency(run, began)
+        rate = sum(job.record_bytes for job in run) / elapsed * max(1, self._reading + self._prefetching)
         self._rate += 0.05 * (rate - self._rate)
 
     def latency_s(self) -> float:
@@ -339,6 +380,26 @@ class StorageAgent(Actor[None]):
     def estimate_s(self, num_bytes: int) -> float:
         """Until so many more bytes are read, behind what is wanted already, at the rate lately seen."""
         return max((self.bytes_wanted + num_bytes) / self._rate, self.read_s(num_bytes)) if num_bytes else 0.0
+
+
+def _goes_on(last: ReadJob, job: ReadJob) -> bool:
+    """Does a whole record lie on the device right behind another of its space, and is it to be read like it?"""
+    if not job.queued or job.started or job.image is not None or last.image is not None:
+        return False
+    whole = job.state.layout.all_parts
+    return (
+        job.extent == last.extent + last.record_bytes
+        and job.state is last.state
+        and job.shard == last.shard
+        and job.parts_mask == last.parts_mask == whole
+    )
+
+
+def _end_of(job: ReadJob, refusal: RecordError | None) -> _End:
+    if refusal is None:
+        return ("ok", None)
+    log.warning("record_refused", reason=refusal.reason, extent=job.extent, key=job.key.hex())
+    return (_STATUS.get(refusal.reason, "checksum"), None)
 
 
 def _batch_size(state: SpaceState) -> int:

@@ -18,38 +18,35 @@ printed of slices, to which the targets do not apply.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpurt.bench.cross_request_cell import BLOCK_BYTES, Cell, answers
 from dpurt.bench.result import BenchResult, Figure
-from dpurt.core.kv_models import KV_MODELS
-from dpurt.priors import shipped_returns
-from dpurt.replay.at_match import AtMatch, at_match, closed_percent
-from dpurt.replay.engine import Scenario, replay
+from dpurt.replay.at_match import AtMatch, closed_percent
+from dpurt.replay.engine import Scenario
 from dpurt.replay.formats import Reading, read_trace
-from dpurt.replay.hits import capacity_blocks
-from dpurt.replay.policies import POLICIES
-from dpurt.replay.trace import Request
+from dpurt.replay.sweep import sweep
+from dpurt.replay.worker import Run
 
 SUMMARY = "prefetch and eviction across requests: share of the way from LRU to the oracle"
 
 FOLDER = "DPURT_TRACES"
 SLICES = Path(__file__).parent / "traces"
 SESSIONS = "weka_claude_code_sessions.jsonl.gz"
-BLOCK_BYTES = 512 * KV_MODELS["llama-3-70b"].at_precision("fp8").bytes_per_token
 HINT_LEAD_S = 1.0
 TIMELY_TARGET = 95.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # hashed as itself
 class _Case:
     """One row of the table: policies and the closed share each should reach, if any."""
 
     trace: str
     staging: float
     gigabytes_per_s: float = 14.0
-    targets: dict[str, float | None]
+    targets: Mapping[str, float | None]
     bound: float
 
     @property
@@ -87,30 +84,37 @@ def run(quick: bool) -> BenchResult:
             "hint_lead_s": HINT_LEAD_S,
         },
     )
-    for name in _WHOLE:
-        requests = _requests(name, folder)
-        for case in CASES:
-            if case.trace == name and (case.is_first or not quick):
-                result.figures += _rows(case, requests, is_judged=folder is not None)
-        if not quick:
-            result.figures.append(_timely(name, requests, is_judged=folder is not None))
+    cases = [case for case in CASES if case.is_first or not quick]
+    cells = {case: {policy: _cell(case, policy, folder) for policy in _policies(case)} for case in cases}
+    slowest_first = sorted(
+        {cell for row in cells.values() for cell in row.values()}, key=lambda cell: cell.policy in ENDS
+    )
+    found = answers(slowest_first)
+    for case in cases:
+        row = {policy: found[cell] for policy, cell in cells[case].items()}
+        result.figures += _rows(case, row, is_judged=folder is not None)
+    if not quick:
+        result.figures += [_timely(name, folder) for name in _WHOLE]
     return result
 
 
-def _requests(name: str, folder: str | None) -> list[Request]:
+def _policies(case: _Case) -> tuple[str, ...]:
+    return (*ENDS, *case.targets)
+
+
+def _files(name: str, folder: str | None) -> tuple[str, str | None]:
+    """The trace, and what is read beside it."""
     if folder is None:
-        return read_trace(SLICES / _SLICED[name]).requests
-    sessions = str(Path(folder) / SESSIONS) if name == "agents" else None
-    return read_trace(Path(folder) / _WHOLE[name], Reading(sessions=sessions)).requests
+        return str(SLICES / _SLICED[name]), None
+    return str(Path(folder) / _WHOLE[name]), str(Path(folder) / SESSIONS) if name == "agents" else None
 
 
-def _rows(case: _Case, requests: Sequence[Request], *, is_judged: bool) -> Iterator[Figure]:
-    capacity = capacity_blocks(requests, case.staging)
-    blocks_per_s = case.gigabytes_per_s * 1e9 / BLOCK_BYTES
-    found = {
-        policy: at_match(requests, policy, capacity, blocks_per_s, shipped_returns())
-        for policy in (*ENDS, *case.targets)
-    }
+def _cell(case: _Case, policy: str, folder: str | None) -> Cell:
+    file, sessions = _files(case.trace, folder)
+    return Cell(file, sessions, policy, case.staging, case.gigabytes_per_s)
+
+
+def _rows(case: _Case, found: dict[str, AtMatch], *, is_judged: bool) -> Iterator[Figure]:
     for policy, result in found.items():
         yield Figure(name=f"{case.title}: {policy}", value=round(100 * result.rate, 1), unit="% at match")
     for policy, target in case.targets.items():
@@ -130,10 +134,14 @@ def _closed(case: _Case, found: dict[str, AtMatch], policy: str, target: float |
     )
 
 
-def _timely(name: str, requests: Sequence[Request], *, is_judged: bool) -> Figure:
-    scenario = Scenario(hint_lead_s=HINT_LEAD_S)
-    ours, oracle = (replay(requests, POLICIES[policy], scenario) for policy in ("dpurt", "oracle"))
+def _timely(name: str, folder: str | None) -> Figure:
+    file, sessions = _files(name, folder)
+    reading = Reading(sessions=sessions)
+    runs = [Run(policy, Scenario(hint_lead_s=HINT_LEAD_S)) for policy in ("dpurt", "oracle")]
+    trace = read_trace(Path(file), reading)
+    ours, oracle = sweep(trace, Path(file), reading, runs, os.cpu_count() or 1)
     share = 100 * ours.hit_rate["blocks"] / oracle.hit_rate["blocks"]
+    is_judged = folder is not None
     return Figure(
         name=f"{name} at 5%, hinted {HINT_LEAD_S:g} s ahead: timely at need",
         value=round(share, 1),

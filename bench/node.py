@@ -8,6 +8,8 @@ time of all its threads is read from /proc before and after. Three ways of a blo
 - *store*: reserve, commit and finish, with the write-behind to the bdev that follows. *On a full device* old segments are
   reclaimed at the same rate, and a tenth of the blocks written again: shown without a target.
 
+Each is measured on several nodes, one after the other, of which the median counts; the conditions have them all.
+
 Blocks have 4 KiB in 1 part or in 64, so both move the same bytes; what a part costs is the slope between the two. The time
 of the checksums (and copies) a block needs is measured apart, with the same calls on the same sizes in this process, and
 taken off; the conditions say how much it is.
@@ -16,6 +18,7 @@ taken off; the conditions say how much it is.
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ BLOCK_BYTES = 4096
 PARTS = (1, 64)
 BLOCK_TARGET_US, PART_TARGET_US = 50.0, 5.0
 WARM_UP = 32
+NODES = 3
 _SETTLE_S = 0.2  # for writes that are behind
 
 
@@ -53,8 +57,13 @@ class Way:
 
 
 def run(quick: bool) -> BenchResult:
-    rounds = 100 if quick else 500
-    conditions: dict[str, object] = {**node_conditions(), "batches": rounds, "batch_blocks": BATCH}
+    rounds = 60 if quick else 250
+    conditions: dict[str, object] = {
+        **node_conditions(),
+        "batches": rounds,
+        "nodes": NODES,
+        "batch_blocks": BATCH,
+    }
     result = BenchResult(name="node", conditions=conditions)
     for way in WAYS:
         result.figures += _figures(way, rounds, conditions)
@@ -65,12 +74,13 @@ def _figures(way: Way, rounds: int, conditions: dict[str, object]) -> list[Figur
     control_us = []
     for parts in PARTS:
         shape = Shape("s", BLOCK_TOKENS, parts, BLOCK_BYTES // parts, way.slots)
-        spent_us, layout = _measure(way, shape, rounds)
-        taken_off = _moving_us(layout, way.moved)
+        measured = [_measure(way, shape, rounds) for _ in range(NODES)]
+        all_in = [spent_us for spent_us, _ in measured]
+        taken_off = _moving_us(measured[0][1], way.moved)
         conditions[f"{way.name}, {parts} parts"] = (
-            f"{spent_us:.1f} us a block all in, {taken_off:.1f} us of it checksums and copies"
+            f"{', '.join(f'{us:.1f}' for us in all_in)} us a block all in, {taken_off:.1f} us of it checksums and copies"
         )
-        control_us.append(spent_us - taken_off)
+        control_us.append(statistics.median(all_in) - taken_off)
     part_us = (control_us[1] - control_us[0]) / (PARTS[1] - PARTS[0])
     return [
         _figure(f"{way.name}: a block of one part", control_us[0], None if way is FULL else BLOCK_TARGET_US),

@@ -4,7 +4,10 @@ Node and host are two processes on this machine, as perftest's server and client
 read is a `pull` into a landing, a write a `store` from one: asked for, granted through a memory window, moved, reported.
 *single* is one call a block, *depth* of them under way at a time, as perftest's ``--tx-depth`` is; *batch* is one call
 for all blocks, beside perftest at depth 16. perftest does only the moving, and polls. Both have the same path MTU, the
-same acknowledge timer (Soft-RoCE needs a long one) and move the same bytes.
+same acknowledge timer (Soft-RoCE needs a long one) and move the same bytes. A pull is a READ of the host's, a store a READ of
+the node's, from the host; perftest's write is a WRITE.
+
+How long pulls take is looked at alone and beside `IDLE_HOSTS` others, of a third process, that are connected and do nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 
@@ -40,6 +43,7 @@ BATCH_DEPTH = 16
 RUN_BYTES = 24 << 20
 REGION_BYTES = 64 << 20
 SESSION, TOKEN, SHARED, INBOUND = 1, bytes(range(32)), 1, 2
+IDLE_HOSTS = 64
 LEAST = 0.9
 LATENCIES = 300
 MOST_SPREAD = 10
@@ -103,13 +107,15 @@ async def _measure(address: Address, device: RdmaDevice | None, pairs: int) -> l
     figures = []
     for shape in _shapes():
         figures.append(await _figure(endpoint, local, shape, device, pairs))
-    figures.append(await _spread(endpoint, local))
+    figures.append(await _spread(endpoint, local, "alone"))
+    async with _idle_hosts(address):
+        figures.append(await _spread(endpoint, local, f"beside {IDLE_HOSTS} idle hosts"))
     local.release()
     await endpoint.aclose()
     return figures
 
 
-async def _spread(endpoint: Endpoint, local: memoryview) -> Figure:
+async def _spread(endpoint: Endpoint, local: memoryview, beside: str) -> Figure:
     """How much longer than usual a pull of 1 MiB may take, one after the other."""
     times = []
     shape = _Shape("pull", _MIB, 1)
@@ -120,7 +126,7 @@ async def _spread(endpoint: Endpoint, local: memoryview) -> Figure:
     cuts = statistics.quantiles(times[10:], n=100)
     ratio = cuts[98] / cuts[49]
     return Figure(
-        name=f"pull 1 MiB, p99 over p50 (p50 {cuts[49] * 1000:.1f} ms, n {LATENCIES})",
+        name=f"pull 1 MiB, p99 over p50, {beside} (p50 {cuts[49] * 1000:.1f} ms, n {LATENCIES})",
         value=round(ratio, 2),
         unit="x",
         target=f"<= {MOST_SPREAD}",
@@ -240,9 +246,38 @@ async def _serve() -> None:
     for region_id, writer in ((SHARED, None), (INBOUND, SESSION)):
         fabric.add_region(MemfdRegion(region_id, f"bench {region_id}", REGION_BYTES), None, writer)
     fabric.admit(SESSION, TOKEN, [SHARED], [INBOUND])
+    for idle in range(IDLE_HOSTS):
+        fabric.admit(SESSION + 1 + idle, TOKEN, [SHARED], [])
     async with trio.open_nursery() as nursery:
         print(json.dumps(await nursery.start(fabric.serve, lambda session: None)), flush=True)
 
 
+# --- other hosts --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _idle_hosts(address: Address) -> AsyncIterator[None]:
+    command = [sys.executable, "-m", "dpurt.bench.verbs", json.dumps(dict(address))]
+    process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.receive_some() == b"connected\n", "the idle hosts did not connect"
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _connect_idle(address: Address) -> None:
+    """What their process does, until it is killed."""
+    for idle in range(IDLE_HOSTS):
+        await connect("verbs", address, SESSION + 1 + idle, TOKEN, trio.current_time() + _PATIENCE_S)
+    print("connected", flush=True)
+    await trio.sleep_forever()
+
+
 if __name__ == "__main__":
-    trio.run(_serve)
+    if len(sys.argv) > 1:
+        trio.run(_connect_idle, json.loads(sys.argv[1]))
+    else:
+        trio.run(_serve)

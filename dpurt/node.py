@@ -495,7 +495,8 @@ class Node:
             "spaces": {name: self._space_stats(state) for name, state in self.index.spaces.items()},
             "index": {"drops": dict(self.index.drops), "tombstones": len(self.index.tombstones)},
             "intake": {
-                "stored": self.intake.stored, "refused": dict(self.intake.refused), "reserved": self.intake.num_reserved,
+                "stored": self.intake.stored, "landed": self.intake.landed,
+                "refused": dict(self.intake.refused), "reserved": self.intake.num_reserved,
                 "dirty": sum(self.intake.dirty.values()), "expired": self.intake.expired,
                 "writes_lost": self.intake.writes_lost,
             },

@@ -3,7 +3,8 @@
 Theory of operation. Each command id has a place for its capsule, and there are as many receives as commands can be in
 flight; as the controller has as many, nobody ever waits for room in the network. A command's data is named by address
 and key of registered memory, and the controller reads or writes it there; what is not registered takes a bounce slot,
-and waits for one if all are taken. Small data of a write goes in the capsule.
+and waits for one if all are taken. Small data of a write goes in the capsule. That a capsule was sent is asked for only now
+and then, to know that there is room for more: its answer says it too.
 
 `close` destroys the queue pair: when that returns, the device answers the controller's accesses no more, and the
 buffers are free.
@@ -67,6 +68,8 @@ class RdmaConnection:
         self._cm = cm
         self._port = port
         self._layout = memory.layout
+        self._signal_every = max(1, size // 2)
+        self._num_sent = 0
         self._queue_id = queue_id
         self._size = size
         self._in_capsule_bytes = in_capsule_bytes
@@ -178,7 +181,9 @@ class RdmaConnection:
         if in_capsule:
             self._qp.post_send([Work(Opcode.SEND, (self._capsule(command_id, in_capsule),))], _ignore)
         else:
-            self._qp.repeat_send(self._bare_send(command_id), _ignore)
+            self._num_sent += 1
+            is_signalled = self._num_sent % self._signal_every == 0
+            self._qp.repeat_send(self._bare_send(command_id), _ignore, is_signalled=is_signalled)
         return True
 
     def _bare_send(self, command_id: int) -> Any:

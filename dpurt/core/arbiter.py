@@ -45,7 +45,7 @@ The arbiter leaves to others: what becomes of jobs (ledger), whom they serve (pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -161,15 +161,12 @@ class _Record:
     PRIOR = 16.0  # jobs' worth of trust in advance
     FORGET_AT = 512.0
 
-    __slots__ = ("came_true", "promised", "throttled")
+    __slots__ = ("came_true", "factor", "promised", "throttled")
 
     def __init__(self) -> None:
         self.promised = self.came_true = self.PRIOR
+        self.factor = 1.0
         self.throttled = 0
-
-    @property
-    def factor(self) -> float:
-        return min(1.0, self.came_true / self.promised)
 
     def learn(self, probability: float, used: bool) -> None:
         self.promised += probability
@@ -177,6 +174,7 @@ class _Record:
         if self.promised > self.FORGET_AT:
             self.promised /= 2
             self.came_true /= 2
+        self.factor = min(1.0, self.came_true / self.promised)
 
 
 class Arbiter:
@@ -207,18 +205,19 @@ class Arbiter:
 
     def plan(
         self,
-        predictions: Iterable[Prediction],
+        predictions: Sequence[Prediction],
         view: StagingView,
         now: float,
         run_of: Callable[[int | None], int] = _one_block,
     ) -> Plan:
         """Admit or refuse each prediction, then issue what the budget allows. `run_of`: how many blocks a sequence still wants."""
         plan = Plan()
-        self._run_of = run_of
-        self._to_compute.clear()
-        queued_s = (view.demand_backlog_bytes() + self.flying_bytes) / self.budget.bandwidth_bytes_per_s
-        for prediction in predictions:
-            self._admit(prediction, view, now, now + queued_s, plan)
+        if predictions:
+            self._run_of = run_of
+            self._to_compute.clear()
+            queued_s = (view.demand_backlog_bytes() + self.flying_bytes) / self.budget.bandwidth_bytes_per_s
+            for prediction in predictions:
+                self._admit(prediction, view, now, now + queued_s, plan)
         self._issue(view, now, plan)
         return plan
 
@@ -255,7 +254,7 @@ class Arbiter:
 
     def waiting_on(self, block: int, parts_mask: int | None) -> int | None:
         """The waiting job for exactly these parts of the block."""
-        number = self._job_of.get((block, parts_mask))
+        number = self._job_of.get((block, parts_mask)) if self._waiting else None
         return number if number in self._waiting else None
 
     def is_flying(self, number: int) -> bool:
@@ -282,11 +281,11 @@ class Arbiter:
 
     # --- admission
 
-    def _admit(
-        self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan
-    ) -> None:
-        block, mask, need_by = prediction.block, prediction.parts_mask, prediction.need_by
-        serving = self._serving(block, mask)
+    def _admit(self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan) -> None:
+        block, mask, need_by, said, predictor, _, _, worth = prediction
+        serving = self._job_of.get((block, mask))
+        if serving is None and mask is not None:  # part of a whole block that is on its way
+            serving = self._job_of.get((block, None))
         if serving is not None:
             self._hasten(serving, prediction)
             plan.refusals.append(Refusal(prediction, "duplicate", serving))
@@ -298,7 +297,7 @@ class Arbiter:
         num_bytes = view.record_bytes(block, mask)
         read_s = self.read_s(num_bytes)
         recompute_s = view.recompute_s(block) if mask is None else None
-        probability = prediction.probability * self._record(prediction.predictor).factor
+        probability = said * self._record(predictor).factor
         reason = self._objection(prediction, probability, device_free)
         if reason is None and recompute_s is not None:
             reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free)
@@ -308,19 +307,12 @@ class Arbiter:
         saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
         job = Job(self._next_job, prediction, num_bytes)
         self._next_job += 1
-        value = _worth(prediction, probability) * saved_s / num_bytes
+        value = (probability if worth is None else worth) * saved_s / num_bytes
         key = self._key(probability < SURE, read_s, value, need_by, job.number)
         self._waiting[job.number] = _Waiting(job, key)
         self._job_of[block, mask] = job.number
         heapq.heappush(self._order, key)
         plan.admitted.append(job)
-
-    def _serving(self, block: int, mask: int | None) -> int | None:
-        """The open job that brings these parts, be it as part of the whole block."""
-        number = self._job_of.get((block, mask))
-        if number is None and mask is not None:
-            number = self._job_of.get((block, None))
-        return number
 
     def _objection(
         self,
@@ -391,17 +383,19 @@ class Arbiter:
         if not self._waiting:
             self._order.clear()
             return
-        room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)
         self._refill(now)
         backlog = view.demand_backlog_bytes()
         if backlog:
             self._demand_at = now
         spendable = self._tokens - backlog
         quiet_at = self._demand_at + self.budget.quiet_s
+        room: int | None = None
         while (waiting := self._first(view, now, plan)) is not None:
             if len(self._flying) >= self.budget.queue_depth:
                 self._blocked_until = NOT_BY_ITSELF
                 break
+            if room is None:
+                room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)
             if waiting.job.record_bytes > room:
                 break  # until any event: leases end without one of ours
             if now < quiet_at and not self._is_pressing(waiting, now):
@@ -421,16 +415,17 @@ class Arbiter:
 
     def _first(self, view: StagingView, now: float, plan: Plan) -> _Waiting | None:
         """The first waiting job that is still worth a fetch; refuses those before it that are not."""
-        while self._order:
-            key = self._order[0]
+        order = self._order
+        while order:
+            key = order[0]
             waiting = self._waiting.get(key[4])
-            if waiting is None or waiting.key != key:
-                heapq.heappop(self._order)
+            if waiting is None or waiting.key is not key:
+                heapq.heappop(order)
                 continue
             reason = self._second_thoughts(waiting.job.prediction, key[3], view, now)
             if reason is None:
                 return waiting
-            heapq.heappop(self._order)
+            heapq.heappop(order)
             self.withdraw(key[4])
             plan.refusals.append(Refusal(waiting.job.prediction, reason, key[4], was_waiting=True))
         return None
@@ -439,15 +434,18 @@ class Arbiter:
         self, prediction: Prediction, need_by: float, view: StagingView, now: float
     ) -> str | None:
         """Why a waiting job is not worth a fetch any more."""
-        where = view.where(prediction.block, prediction.parts_mask)
+        block, mask, _, probability, _, _, _, worth = prediction
+        where = view.where(block, mask)
         if where != "nvme":
             return _ELSEWHERE[where]
         if now >= need_by + self.budget.late_ok_s:
             return "over_budget"
-        price = view.price(prediction.block, now)
-        worth = _worth(prediction, prediction.probability)
+        price = view.price(block, now)
+        if price <= 0.0:
+            return None
+        worth = probability if worth is None else worth
         margin = 1.0 if worth >= CERTAIN else 1.0 + self.budget.hysteresis
-        return "not_worth_room" if 0.0 < price and worth <= price * margin else None
+        return "not_worth_room" if worth <= price * margin else None
 
     def _is_pressing(self, waiting: _Waiting, now: float) -> bool:
         is_unsure, _, _, need_by, _ = waiting.key

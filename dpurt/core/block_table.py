@@ -103,6 +103,13 @@ class BlockTable:
         """Whether the id is in use."""
         return 0 <= block < self.high_water and self.parent.item(block) != FREE
 
+    def id_of(self, handle: int) -> int:
+        """The id of one handle, -1 where its record has gone (or never was)."""
+        block = handle & 0xFFFFFFFF
+        if block >= self.high_water or self.generation.item(block) != handle >> 32:
+            return NONE
+        return block if self.parent.item(block) != FREE else NONE
+
     def are_live(self, ids: I32) -> npt.NDArray[np.bool_]:
         """`is_live` of each id, none of which may be negative."""
         inside = ids < self.high_water

@@ -1,5 +1,5 @@
 """The events the prefetch core and its predictors live on: facts told by agents, engines and the storage. All
-frozen.
+frozen, and made by the thousand a second: a `Struct` costs a fifth of a frozen dataclass.
 
 Blocks, sequences and jobs are opaque int handles. `owner` says whose budget and whose statistics. Times
 inside events are absolute, on the clock of the `now` they are handed in with.
@@ -7,8 +7,9 @@ inside events are absolute, on the clock of the `now` they are handed in with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
+
+from msgspec import Struct
 
 Where: TypeAlias = Literal["staging", "in_flight", "nvme", "gone"]
 
@@ -23,8 +24,7 @@ class Owner(NamedTuple):
 NOBODY = Owner("", "")
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Struct, frozen=True):
     """A request came; `blocks` are those of its prefix the node holds, in prefix order. Known before any
     scheduler ran."""
 
@@ -34,8 +34,7 @@ class Arrived:
     expected_start: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Consumed:
+class Consumed(Struct, frozen=True):
     """The load cursor moved: the host asked for `count` blocks from index `first` of the arrival's
     `blocks`."""
 
@@ -44,16 +43,14 @@ class Consumed:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True):
     """The sequence's chain grew: these blocks follow what it matched, in order, and are on our tiers now."""
 
     sequence: int
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Paused:
+class Paused(Struct, frozen=True):
     """The sequence waits for something outside (a tool call), for about `expected_s` if anybody knows."""
 
     sequence: int
@@ -61,30 +58,26 @@ class Paused:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Struct, frozen=True):
     """The pause is over."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The sequence ended normally; its conversation may return."""
 
     sequence: int
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceGone:
+class SequenceGone(Struct, frozen=True):
     """Cancelled, its client died, or nothing was heard of it for the horizon."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(Struct, frozen=True):
     """Blocks an engine expects a layer group to want, best first, by `need_by`."""
 
     group: int
@@ -92,8 +85,7 @@ class Ranked:
     need_by: float
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
+class DecodeStep(Struct, frozen=True):
     """A sparse decode step touched these blocks in one layer group; `masses`, if known, are their shares of
     attention."""
 
@@ -105,8 +97,7 @@ class DecodeStep:
     masses: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Demanded:
+class Demanded(Struct, frozen=True):
     """Somebody needs the block (those parts) now, and this is where it was at that moment."""
 
     block: int
@@ -115,8 +106,7 @@ class Demanded:
     parts_mask: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(Struct, frozen=True):
     """A job's bytes are in staging. Every `Fetch` is answered once, by this or by `FetchFailed`, cancelled or
     not."""
 
@@ -124,8 +114,7 @@ class Staged:
     job: int
 
 
-@dataclass(frozen=True, slots=True)
-class FetchFailed:
+class FetchFailed(Struct, frozen=True):
     """A job ended without its bytes; `reason` is a stable word (``"cancelled"`` answers a CancelFetch in
     time)."""
 
@@ -133,22 +122,19 @@ class FetchFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Struct, frozen=True):
     """The block left staging; the device still has it."""
 
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Struct, frozen=True):
     """The block no longer exists on any of our tiers."""
 
     block: int
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyMeasured:
+class LatencyMeasured(Struct, frozen=True):
     """What a read of the device was lately seen to take beyond the time its bytes need."""
 
     latency_s: float

@@ -295,6 +295,11 @@ class _AgeOrder:
         """Unheld blocks, oldest first: at least one if there is any, at most `limit`, none newer than the
         `limit` oldest.
         """
+        if limit == 1 and not self._aside:  # nearly always
+            self._set_aside_held()
+            for block in self._order:
+                return [block]
+            return []
         found = self._aside.least(limit) if self._aside else []
         if len(found) < limit:
             self._set_aside_held()
@@ -453,8 +458,16 @@ class Predicted(Lru):
         self._at_rest.clear()
         blocks = self._order.all_blocks()
         worth = self._outlook.worth(blocks, now)
-        first = np.argsort(worth, kind="stable")[: self._batch].tolist()
+        first = _least(worth, self._batch).tolist()
         self._leaving = OrderedDict((blocks[i], float(worth[i])) for i in first)
+
+
+def _least(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Places of the `count` least values in their order, the first of equals first. Sorts no more than it must."""
+    if count >= len(values):
+        return np.argsort(values, kind="stable")
+    candidates = np.flatnonzero(values <= np.partition(values, count)[count])
+    return candidates[np.argsort(values[candidates], kind="stable")[:count]]
 
 
 class _Keyed:

@@ -28,12 +28,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 _FEW = 8  # blocks whose tokens are read quickly enough when a question leads to them
 _PIECE_BYTES = 65_536  # compared at once
+_SHIFT, _MASK, _ONE = (
+    (0, 32),
+    0xFFFF_FFFF,
+    (1, 1 << 32),
+)  # a segment counts the blocks of each tier in one integer
 
 
 class HostTier(enum.IntEnum):
@@ -73,32 +78,43 @@ class PlainTokens:
         return told
 
 
-class _Segment:
-    __slots__ = ("above", "content", "hashes", "held", "is_ragged", "key", "label", "told")
+_Told: TypeAlias = bytes | tuple[bytes, int]  # of one block, which is what there is most of, or of so many
 
-    def __init__(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> None:
+
+def _counted(told: _Told) -> tuple[bytes, int]:
+    return told if isinstance(told, tuple) else (told, 1)
+
+
+class _Segment:
+    __slots__ = ("above", "content", "hashes", "held", "key", "label", "told")
+
+    def __init__(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> None:
         self.above = above
         self.hashes = hashes
         self.content = bytearray()
-        self.told = [(told, len(hashes))]  # of how many blocks; not read yet, comes after `content`
-        self.held = [0, 0]  # blocks held, by tier
+        self.told = told  # not read yet, comes after `content`
+        self.held = 0  # blocks held: `_ONE[tier]` for each
         self.label = label
         self.key = b""  # its name in `_Branches.known`, once it has one
-        self.is_ragged = False  # its last blocks went, their tokens may still be there: it grows no more
+
+    def count(self, tier: HostTier) -> int:
+        """How many of its blocks are held there."""
+        return self.held >> _SHIFT[tier] & _MASK
 
     def first(self, codec: TokenCodec, width: int) -> bytes:
         """Its first block's tokens."""
-        return bytes(self.content[:width]) if self.content else codec.first(*self.told[0])
+        return bytes(self.content[:width]) if self.content else codec.first(*_counted(self.told[0]))
 
     def read(self, codec: TokenCodec) -> bytearray:
         """Its blocks' tokens; at least as many as it has hashes."""
-        while self.told:
-            self.read_next(codec)
+        for told in self.told:
+            self.content += codec.blocks(*_counted(told))
+        self.told.clear()
         return self.content
 
     def read_next(self, codec: TokenCodec) -> int:
         """Read what was told next; how many blocks that were."""
-        told, count = self.told.pop(0)
+        told, count = _counted(self.told.pop(0))
         self.content += codec.blocks(told, count)
         return count
 
@@ -144,6 +160,7 @@ class HeldBlocks:
         self._held: tuple[dict[Hashable, _Segment | None], dict[Hashable, _Segment | None]] = ({}, {})
         self._gone: dict[Hashable, _Segment] = {}  # stand amid a segment, and are held in no tier
         self._below: dict[Hashable, _Branches] = {}
+        self._tails: dict[Hashable, _Segment] = {}  # those that may grow, by their last block
         self._unread: dict[_Segment, None] = {}  # told much at once, and not read
 
     def __len__(self) -> int:
@@ -174,22 +191,44 @@ class HeldBlocks:
         self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes = b""
     ) -> None:
         """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
-        mine = self._held[tier]
+        mine, tails = self._held[tier], self._tails
         if not self._are_new(hashes):
             self._store_each(above, hashes, told, tier, label)
             return
-        segment = mine.get(above)
-        if segment is not None and segment.hashes[-1] == above and self._may_grow(segment, label):
+        segment = None if label else tails.pop(above, None)
+        if segment is None:
+            segment = self._begin(above, list(hashes), [(told, len(hashes))], label)
+        else:
             segment.hashes += hashes
             segment.told.append((told, len(hashes)))
-        else:
-            segment = self._begin(above, list(hashes), told, label)
         before = len(mine)
         for block_hash in hashes:
             mine[block_hash] = segment
-        segment.held[tier] += len(mine) - before
+        segment.held += (len(mine) - before) * _ONE[tier]
+        self._let_grow(segment)
         if len(hashes) > _FEW:
             self._unread[segment] = None
+
+    def store_one(self, above: Hashable, block_hash: Hashable, told: bytes, tier: HostTier) -> None:
+        """As `store`, of a single block without a label: what is told most."""
+        mine = self._held[tier]
+        segment = self._tails.pop(above, None)
+        if (
+            segment is None
+            or block_hash in mine
+            or block_hash in self._held[1 - tier]
+            or block_hash in self._gone
+        ):
+            if segment is not None:
+                self._tails[above] = segment
+            self.store(above, [block_hash], told, tier)
+            return
+        segment.hashes.append(block_hash)
+        segment.told.append(told)
+        mine[block_hash] = segment
+        segment.held += _ONE[tier]
+        if block_hash not in self._below:
+            self._tails[block_hash] = segment
 
     def read_ahead(self, max_blocks: int) -> bool:
         """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
@@ -213,8 +252,11 @@ class HeldBlocks:
             and gone.keys().isdisjoint(hashes)
         )
 
-    def _may_grow(self, segment: _Segment, label: bytes) -> bool:
-        return not (segment.is_ragged or label or segment.hashes[-1] in self._below)
+    def _let_grow(self, segment: _Segment) -> None:
+        """What comes below its last block becomes part of it, unless something is there already."""
+        last = segment.hashes[-1]
+        if last not in self._below:
+            self._tails[last] = segment
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
@@ -222,24 +264,23 @@ class HeldBlocks:
         if block_hash not in mine:
             segment = mine[block_hash] = self._standing(block_hash)
             if segment is not None:
-                segment.held[tier] += 1
+                segment.held += _ONE[tier]
 
     def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
         """Blocks are no longer held; those that were not are passed over."""
-        mine, other = self._held[tier], self._held[1 - tier]
+        mine, other, one, tails = self._held[tier], self._held[1 - tier], _ONE[tier], self._tails
         for block_hash in hashes:
             segment = mine.pop(block_hash, None)
             if segment is None:
                 continue
-            held = segment.held
-            held[tier] -= 1
-            if not (held[0] or held[1]):
+            segment.held = left = segment.held - one
+            if not left:
                 self._end(segment)
-            elif block_hash in other:
-                pass
-            elif segment.hashes[-1] == block_hash:
-                segment.hashes.pop()
-                segment.is_ragged = True
+            elif other and block_hash in other:
+                continue
+            elif (standing := segment.hashes)[-1] == block_hash:
+                standing.pop()  # its tokens may still be there: it grows no more
+                tails.pop(block_hash, None)
             else:
                 self._gone[block_hash] = segment
 
@@ -250,9 +291,11 @@ class HeldBlocks:
         self._below, self._gone = {}, {}
         other = self._held[1 - tier]
         for segment in segments:
-            segment.held[tier], segment.key = 0, b""
-            if not segment.held[1 - tier]:
+            segment.held -= segment.count(tier) * _ONE[tier]
+            segment.key = b""
+            if not segment.held:
                 self._unread.pop(segment, None)
+                self._tails.pop(segment.hashes[-1], None)
             else:
                 self._below.setdefault(segment.above, _Branches()).new[segment] = None
                 self._gone.update(
@@ -293,7 +336,7 @@ class HeldBlocks:
 
     def _leading_in(self, segment: _Segment, count: int, tiers: tuple[HostTier, ...]) -> int:
         """How many of a segment's first `count` blocks are held in one of the tiers."""
-        if any(segment.held[tier] == len(segment.hashes) for tier in tiers):
+        if any(segment.count(tier) == len(segment.hashes) for tier in tiers):
             return count
         dicts = [self._held[tier] for tier in tiers]
         for i in range(count):
@@ -301,16 +344,18 @@ class HeldBlocks:
                 return i
         return count
 
-    def _begin(self, above: Hashable, hashes: list[Hashable], told: bytes, label: bytes) -> _Segment:
+    def _begin(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> _Segment:
         segment = _Segment(above, hashes, told, label)
         branches = self._below.get(above)
         if branches is None:
             branches = self._below[above] = _Branches()
         branches.new[segment] = None
+        self._tails.pop(above, None)
         return segment
 
     def _end(self, segment: _Segment) -> None:
         self._unread.pop(segment, None)
+        self._tails.pop(segment.hashes[-1], None)
         if self._gone:
             for block_hash in segment.hashes:
                 self._gone.pop(block_hash, None)
@@ -338,19 +383,20 @@ class HeldBlocks:
             else:
                 tokens = tokens or self._codec.blocks(told, len(hashes))
                 if fresh is None:
-                    fresh = self._begin(above, [], b"", b"" if i else label)
-                    fresh.told.clear()
+                    fresh = self._begin(above, [], [], b"" if i else label)
                 segment = fresh
                 segment.hashes.append(block_hash)
                 segment.content += tokens[i * self.width : (i + 1) * self.width]
                 mine.pop(block_hash, None)  # it may be held without tokens
                 if block_hash in other:
                     other[block_hash] = segment
-                    segment.held[1 - tier] += 1
+                    segment.held += _ONE[1 - tier]
             if block_hash not in mine:
                 mine[block_hash] = segment
-                segment.held[tier] += 1
+                segment.held += _ONE[tier]
             above = block_hash
+        if fresh is not None:
+            self._let_grow(fresh)
 
     def check_integrity(self) -> None:
         """AssertionError, with what is wrong, unless segments and tiers agree. Slow: for tests."""
@@ -361,14 +407,14 @@ class HeldBlocks:
         for tier in HostTier:
             told = [segment for segment in self._held[tier].values() if segment is not None]
             for segment in segments:
-                assert segment.held[tier] == told.count(segment), f"{tier}: a segment miscounts its blocks"
+                assert segment.count(tier) == told.count(segment), f"{tier}: a segment miscounts its blocks"
             assert all(segment in segments for segment in told), (
                 f"{tier}: a block is in a segment that is gone"
             )
             assert self._gone.keys().isdisjoint(self._held[tier]), f"{tier}: a block is held and gone"
             for block_hash, known in self._held[tier].items():
                 assert known is None or block_hash in known.hashes, f"{tier}: a block is not in its segment"
-        assert all(any(segment.held) for segment in segments), "a segment that nobody holds was kept"
+        assert all(segment.held for segment in segments), "a segment that nobody holds was kept"
         standing = {block_hash: segment for segment in segments for block_hash in segment.hashes}
         assert len(standing) == sum(len(segment.hashes) for segment in segments), (
             "a block stands in two places"
@@ -379,6 +425,12 @@ class HeldBlocks:
         held = self._held[0].keys() | self._held[1].keys()
         assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
+        for last, segment in self._tails.items():
+            assert segment in segments, "a segment that is gone may grow"
+            assert segment.hashes[-1] == last, "a segment would grow amid it"
+            assert last not in self._below, "a segment would grow where another begins"
+            tokens = len(segment.content) // self.width + sum(_counted(told)[1] for told in segment.told)
+            assert tokens == len(segment.hashes), "a segment would grow past tokens of blocks that went"
 
 
 def _first(pair: tuple[int, _Segment]) -> int:

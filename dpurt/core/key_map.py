@@ -1,10 +1,10 @@
-"""From 16-byte block keys to block ids, in about 8 to 17 bytes a block.
+"""From 16-byte block keys to block ids, in about 16 to 33 bytes a block.
 
 Theory of operation: open addressing with linear probing over one int32 array of ids. The keys themselves live
 in the block table's column, which the caller passes in, so nothing is stored twice and a Python object per
 key is never made (a dict of `bytes` costs about 140 bytes a block). Batches are probed with numpy, one round
-per probe distance; at a load of at most 1/2 a few rounds settle all. Removed places are left as GONE and
-never reused; the rebuild that growth needs sweeps them.
+per probe distance; at a load of at most 1/4 the first settles nearly all, and the last few are looked up one by one.
+Removed places are left as GONE and never reused; the rebuild that growth needs sweeps them.
 
 Left to others: the key column, and that keys are unique (`BlockTable`). Block keys are keyed BLAKE2b digests,
 so no outsider can choose colliding ones; the mixing step only keeps hand-made keys from clustering.
@@ -22,6 +22,8 @@ U64 = npt.NDArray[np.uint64]
 EMPTY = -1
 GONE = -2
 _SMALLEST = 64
+_ROOM = 4  # places a key, at least
+_FEW = 4  # keys whose places are quicker gone through than gathered
 _MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -46,26 +48,40 @@ class KeyMap:
         """The id of one key, or -1."""
         low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
         mixed = low ^ (high * _MIX & _WORD)
-        last = len(self._places) - 1
-        place = (mixed ^ mixed >> 32) & last
-        while (found := int(self._places[place])) != EMPTY:
-            if found >= 0 and keys[found, 0] == low and keys[found, 1] == high:
+        return self._find_from((mixed ^ mixed >> 32) & (len(self._places) - 1), low, high, keys)
+
+    def _find_from(self, place: int, low: int, high: int, keys: U64) -> int:
+        places, key_half, last = self._places.item, keys.item, len(self._places) - 1
+        while (found := places(place)) != EMPTY:
+            if found >= 0 and key_half(found, 0) == low and key_half(found, 1) == high:
                 return found
             place = (place + 1) & last
         return -1
 
     def find_many(self, wanted: U64, keys: U64) -> I32:
         """The id of each of the (n, 2) `wanted` keys, -1 where there is none."""
-        found = np.full(len(wanted), -1, np.int32)
-        todo = np.arange(len(wanted))
         place = self._home(wanted)
-        while todo.size:
+        there = self._places[place]
+        hit = self._are_these(there, wanted, keys)
+        found = np.where(hit, there, np.int32(-1))
+        todo = np.flatnonzero((there != EMPTY) & ~hit)
+        place = self._next(place[todo])
+        while todo.size > _FEW:
             there = self._places[place]
-            hit = (there >= 0) & (keys[there] == wanted[todo]).all(axis=1)
+            hit = self._are_these(there, wanted[todo], keys)
             found[todo[hit]] = there[hit]
-            going = ~hit & (there != EMPTY)
+            going = (there != EMPTY) & ~hit
             todo, place = todo[going], self._next(place[going])
+        for i, at in zip(todo.tolist(), place.tolist(), strict=True):
+            found[i] = self._find_from(at, wanted.item(i, 0), wanted.item(i, 1), keys)
         return found
+
+    @staticmethod
+    def _are_these(ids: I32, wanted: U64, keys: U64) -> npt.NDArray[np.bool_]:
+        """Whether each id (which may be EMPTY or GONE) has this key."""
+        rows = keys[ids]
+        same: npt.NDArray[np.bool_] = (ids >= 0) & (rows[:, 0] == wanted[:, 0]) & (rows[:, 1] == wanted[:, 1])
+        return same
 
     def add(self, ids: I32, keys: U64) -> None:
         """Map the keys of `ids`, none of which may be mapped yet."""
@@ -93,10 +109,10 @@ class KeyMap:
             ids, place = ids[waiting], self._next(place[waiting])
 
     def _make_room(self, count: int, keys: U64) -> None:
-        if (self._filled + count) * 2 <= len(self._places):
+        if (self._filled + count) * _ROOM <= len(self._places):
             return
         ids = self._places[self._places >= 0]
-        size = max(_SMALLEST, 1 << (2 * (self._live + count) - 1).bit_length())
+        size = max(_SMALLEST, 1 << (_ROOM * (self._live + count) - 1).bit_length())
         self._places = np.full(size, EMPTY, np.int32)
         self._filled = self._live
         self._settle(ids, keys)

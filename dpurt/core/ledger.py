@@ -28,6 +28,7 @@ Settled jobs become counters, per (predictor, space, tenant); memory is bounded 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -66,20 +67,6 @@ class _State(Enum):
     FLYING = 1
     STAGED = 2
     EVICTED = 3
-
-
-@dataclass(slots=True)
-class _Job:
-    block: int
-    parts_mask: int | None
-    predictor: str
-    owner: Owner
-    probability: float
-    record_bytes: int
-    expires: float
-    state: _State = _State.WAITING
-    staged_at: float = 0.0
-    wanted_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -142,6 +129,21 @@ class Totals:
 _SUMMED = tuple(name for name in Totals.__slots__ if name not in ("reasons", "leads"))
 
 
+@dataclass(slots=True)
+class _Job:
+    block: int
+    parts_mask: int | None
+    predictor: str
+    owner: Owner
+    probability: float
+    record_bytes: int
+    expires: float
+    row: Totals
+    state: _State = _State.WAITING
+    staged_at: float = 0.0
+    wanted_at: float | None = None
+
+
 class Ledger:
     """See the module's docstring. All methods are O(1) or O(log open jobs), but the queries."""
 
@@ -178,9 +180,9 @@ class Ledger:
         """Open a job. Job numbers are the caller's and never reused."""
         assert job not in self._open, f"job {job} planned twice"
         expires = need_by + self.horizon_s
-        self._open[job] = _Job(block, parts_mask, predictor, owner, probability, record_bytes, expires)
-        heapq.heappush(self._expiries, (expires, job))
         row = self._row(predictor, owner)
+        self._open[job] = _Job(block, parts_mask, predictor, owner, probability, record_bytes, expires, row)
+        heapq.heappush(self._expiries, (expires, job))
         row.planned += 1
         row.open += 1
         if len(self._expiries) > 2 * len(self._open) + 64:
@@ -227,8 +229,11 @@ class Ledger:
     def evicted(self, block: int) -> int:
         """The block left staging: its unused jobs are early or useless, time will tell. Returns their
         bytes."""
+        jobs = self._of_block.get(block)
+        if jobs is None:
+            return 0
         freed = 0
-        for job in self._of_block.get(block, ()):
+        for job in jobs:
             record = self._open[job]
             if record.state is _State.STAGED:
                 record.state = _State.EVICTED
@@ -242,8 +247,11 @@ class Ledger:
         early."""
         if where == "nvme":
             self._row("", owner).demand_misses += 1
-        settled = []
-        for job in tuple(self._of_block.get(block, ())):
+        settled: list[Settled] = []
+        jobs = self._of_block.get(block)
+        if jobs is None:
+            return settled
+        for job in tuple(jobs):
             record = self._open[job]
             if not _overlap(record.parts_mask, parts_mask):
                 continue
@@ -258,11 +266,12 @@ class Ledger:
     def expire(self, now: float) -> list[Settled]:
         """Settle as useless what was staged and not needed within its horizon. Flying jobs are left until
         they are answered."""
-        settled = []
+        settled: list[Settled] = []
         unanswered = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, job = heapq.heappop(self._expiries)
-            record = self._open.get(job)
+        expiries, is_open = self._expiries, self._open.get
+        while expiries and expiries[0][0] <= now:
+            _, job = heapq.heappop(expiries)
+            record = is_open(job)
             if record is None:
                 continue
             if record.state in (_State.STAGED, _State.EVICTED):
@@ -281,9 +290,13 @@ class Ledger:
 
     def next_expiry(self) -> float | None:
         """When `expire` may have something to do."""
-        while self._expiries and self._expiries[0][1] not in self._open:
-            heapq.heappop(self._expiries)
-        return self._expiries[0][0] if self._expiries else None
+        expiries = self._expiries
+        while expiries:
+            when, job = expiries[0]
+            if job in self._open:
+                return when
+            heapq.heappop(expiries)
+        return None
 
     # --- queries
 
@@ -343,7 +356,7 @@ class Ledger:
         self, job: int, record: _Job, outcome: Outcome, reason: str = "", lead_s: float = 0.0
     ) -> Settled:
         del self._open[job]
-        row = self._row(record.predictor, record.owner)
+        row = record.row
         row.open -= 1
         setattr(row, outcome.value, getattr(row, outcome.value) + 1)
         if reason:
@@ -384,4 +397,4 @@ def _count(counters: dict[str, int], name: str) -> None:
 
 
 def _lead_bucket(lead_s: float) -> int:
-    return next((i for i, bound in enumerate(LEAD_BOUNDS_S) if lead_s <= bound), len(LEAD_BOUNDS_S))
+    return bisect_left(LEAD_BOUNDS_S, lead_s)

@@ -122,7 +122,9 @@ class SlidingWindow(_Drain):
     """
 
     name = "sliding_window"
-    interests = frozenset({Arrived, Consumed, Paused, Resumed, Finished, SequenceGone})
+    interests: frozenset[type[Event]] = frozenset(
+        {Arrived, Consumed, Paused, Resumed, Finished, SequenceGone}
+    )
     SURE = 0.98  # an arrived request may still be cancelled
     RATE_GAIN = 0.2
     LESSON_GAIN = 0.02  # loads overlap, so each teaches little
@@ -198,7 +200,7 @@ class _Attention(_Drain, ABC):
     """State per (sequence, layer group), for as long as the sequence lives. Subclasses give `_foresee`."""
 
     name: str
-    interests = frozenset({Arrived, DecodeStep, Finished, SequenceGone})
+    interests: frozenset[type[Event]] = frozenset({Arrived, DecodeStep, Finished, SequenceGone})
     STEP_S = 0.02  # until measured: a decode step takes 10-30 ms
 
     def __init__(self) -> None:
@@ -307,7 +309,7 @@ class Hints(_Drain):
     """An engine's own ranked hints, taken as they come: the better the rank, the likelier."""
 
     name = "hint"
-    interests = frozenset({Arrived, DecodeStep, Finished, SequenceGone})
+    interests: frozenset[type[Event]] = frozenset({Arrived, DecodeStep, Finished, SequenceGone})
     FIRST = 0.95
     FALL = 0.08  # measured: about one half true over the first ranks, one layer ahead
 
@@ -389,7 +391,7 @@ class AttentionLearned(_Drain):
     """
 
     name = "attention"
-    interests = frozenset({Arrived, Stored, DecodeStep, Finished, SequenceGone})
+    interests: frozenset[type[Event]] = frozenset({Arrived, Stored, DecodeStep, Finished, SequenceGone})
     MAX_GROUPS = 128
 
     def __init__(

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from dpurt.core.arbiter import Arbiter, Job, StagingView
 from dpurt.core.events import (
@@ -101,6 +101,17 @@ class _Sequence:
     jobs: set[int] = field(default_factory=set)
 
 
+_Reaction = Callable[[Any, float], None]
+
+
+class _Kind(NamedTuple):
+    """What one kind of event calls for."""
+
+    react: _Reaction | None
+    listeners: tuple[Predictor, ...]
+    is_of_sequence: bool
+
+
 _USED = {Outcome.TIMELY: True, Outcome.LATE: True, Outcome.EARLY: False, Outcome.USELESS: False}
 
 
@@ -121,7 +132,9 @@ class PrefetchCore:
         self.ledger = ledger
         self.view = view
         self._predictors = tuple(predictors)
-        self._listeners: dict[type[Event], tuple[Predictor, ...]] = {}
+        self._kinds: dict[type[Event], _Kind] = {}
+        self._said_at: float | None = None  # when a predictor will speak without an event
+        self._note_wakeups()
         self._forget_s = forget_s
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # the one heard of longest ago first
         self._waiters: dict[int, set[int | None]] = {}  # job not landed -> sequences; None never leaves
@@ -131,7 +144,7 @@ class PrefetchCore:
         self._wanted_until: dict[int, float] = {}
         self._sweep_at = 1024  # expired interests are swept out when there are this many
         self._commands: list[Command] = []
-        self._reactions: dict[type[Event], Callable[[Any, float], None]] = {
+        self._reactions: dict[type[Event], _Reaction] = {
             Arrived: self._arrived,
             Consumed: self._consumed,
             Demanded: self._demanded,
@@ -147,12 +160,12 @@ class PrefetchCore:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take note of the event and say what to fetch or to stop. Mutates; the commands are the caller's."""
-        kind = type(event)
-        self._hear_of(event, now)
-        react = self._reactions.get(kind)
+        react, listeners, is_of_sequence = self._kinds.get(type(event)) or self._kind_of(event)
+        if is_of_sequence:
+            self._hear_of(event.sequence, now)  # type: ignore[union-attr]
         if react is not None:
             react(event, now)
-        predictions = self._ask(self._listeners_of(kind), event, now)
+        predictions = self._ask(listeners, event, now) if listeners else []
         if predictions or self.arbiter.is_ready(now):
             self._plan(predictions, now)
         return self._take_commands()
@@ -166,6 +179,7 @@ class PrefetchCore:
             due = predictor.next_wakeup()
             if due is not None and due <= now:
                 predictions += predictor.predict(now)
+        self._note_wakeups()
         if predictions or self.arbiter.num_waiting:
             self._plan(predictions, now)
         return self._take_commands()
@@ -174,11 +188,9 @@ class PrefetchCore:
         """When `tick` should be called, unless an event comes first; None: not before one does. May lie in
         the past."""
         earliest = _sooner(self.arbiter.next_wakeup(), self.ledger.next_expiry())
-        for predictor in self._predictors:
-            earliest = _sooner(earliest, predictor.next_wakeup())
-        if self._sequences:
-            oldest = next(iter(self._sequences.values()))
-            earliest = _sooner(earliest, oldest.heard_at + self._forget_s)
+        earliest = _sooner(earliest, self._said_at)
+        for oldest in self._sequences.values():
+            return _sooner(earliest, oldest.heard_at + self._forget_s)
         return earliest
 
     def is_wanted(self, block: int, now: float) -> bool:
@@ -278,10 +290,9 @@ class PrefetchCore:
         sequence = None if number is None else self._sequences.get(number)
         return 1 if sequence is None else max(1, len(sequence.blocks) - sequence.cursor)
 
-    def _hear_of(self, event: Event, now: float) -> None:
-        number = getattr(event, "sequence", None)
-        sequence = self._sequences.get(number) if number is not None else None
-        if number is not None and sequence is not None:
+    def _hear_of(self, number: int, now: float) -> None:
+        sequence = self._sequences.get(number)
+        if sequence is not None:
             sequence.heard_at = now
             self._sequences.move_to_end(number)
 
@@ -310,18 +321,20 @@ class PrefetchCore:
                 return
             gone = SequenceGone(number)
             self._ended(gone, now)
-            for predictor in self._listeners_of(SequenceGone):
+            for predictor in self._kind_of(gone).listeners:
                 predictor.observe(gone, now)
 
     def _wait(self, job: int, sequence: int | None) -> None:
         """`sequence` waits for the job. One we do not know (it ended, or never arrived) cannot cancel
         anything."""
         known = self._sequences.get(sequence) if sequence is not None else None
-        waiters = self._waiters.setdefault(job, set())
-        if known is None:
-            waiters.add(None)
+        waiters = self._waiters.get(job)
+        waiter = None if known is None else sequence
+        if waiters is None:
+            self._waiters[job] = {waiter}
         else:
-            waiters.add(sequence)
+            waiters.add(waiter)
+        if known is not None:
             known.jobs.add(job)
 
     def _land(self, job: int) -> None:
@@ -336,14 +349,21 @@ class PrefetchCore:
         for predictor in predictors:
             predictor.observe(event, now)
             predictions += predictor.predict(now)
+        self._note_wakeups()
         return predictions
 
-    def _listeners_of(self, kind: type[Event]) -> tuple[Predictor, ...]:
-        listeners = self._listeners.get(kind)
-        if listeners is None:
-            listeners = tuple(p for p in self._predictors if kind in p.interests)
-            self._listeners[kind] = listeners
-        return listeners
+    def _note_wakeups(self) -> None:
+        """Predictors were told something, or have spoken: nothing else changes when they will."""
+        said_at: float | None = None
+        for predictor in self._predictors:
+            said_at = _sooner(said_at, predictor.next_wakeup())
+        self._said_at = said_at
+
+    def _kind_of(self, event: Event) -> _Kind:
+        kind = type(event)
+        listeners = tuple(p for p in self._predictors if kind in p.interests)
+        found = _Kind(self._reactions.get(kind), listeners, hasattr(event, "sequence"))
+        return self._kinds.setdefault(kind, found)
 
     def _protect(self, predictions: Iterable[Prediction], now: float) -> None:
         wanted = self._wanted_until
@@ -356,7 +376,8 @@ class PrefetchCore:
             self._sweep_at = 2 * len(self._wanted_until) + 1024
 
     def _plan(self, predictions: list[Prediction], now: float) -> None:
-        self._protect(predictions, now)
+        if predictions:
+            self._protect(predictions, now)
         plan = self.arbiter.plan(predictions, self.view, now, self._run_of)
         for job in plan.admitted:
             self._open(job)
@@ -396,8 +417,11 @@ class PrefetchCore:
                 self.arbiter.learn(predictor, probability, _USED[outcome])
 
     def _take_commands(self) -> list[Command]:
-        commands, self._commands = self._commands, []
-        return commands
+        commands = self._commands
+        if commands:
+            self._commands = []
+            return commands
+        return []
 
 
 def _sooner(a: float | None, b: float | None) -> float | None:

@@ -430,6 +430,8 @@ class PrefixIndex:
         return is_last
 
     def _is_block_whole(self, block: int) -> bool:
+        if self.table.num_shards == 1:
+            return self._has_copy(block, 0)
         return all(self._has_copy(block, shard) for shard in range(self.table.num_shards))
 
     def _tell_own(self, stored: bool, block: int) -> None:

@@ -22,7 +22,7 @@ Nothing here knows of blocks or streams: `dpurt.core.returns` does.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "AGE_EDGES",
+    "AGE_WIDTHS",
     "NUM_AGES",
     "STOPS",
     "Forest",
@@ -259,6 +260,7 @@ class Running:
 
     def __init__(self, window_s: float, doubt_s: float = 20.0) -> None:
         self._window_s = window_s
+        self._edges: list[float] = self.EDGES.tolist()
         shape = (NUM_STOPS, len(self.EDGES) - 1)
         self._exposed_s = np.full(shape, doubt_s)
         self._close_s = np.full(shape, 0.05 * doubt_s)
@@ -270,6 +272,11 @@ class Running:
     def returned(self, stop: int, ran_s: float, gap_s: float) -> None:
         """The next one came `gap_s` after its end."""
         self._close_s[stop] += _overlap(self.EDGES, max(0.0, ran_s + gap_s - self._window_s), ran_s)
+
+    def probability_of(self, stop: int, age: float) -> float:
+        """For one."""
+        at = min(bisect_right(self._edges, age) - 1, len(self._edges) - 2)
+        return float(self._close_s[stop, at] / self._exposed_s[stop, at])
 
     def probability(self, stops: Ints, ages: Floats) -> Floats:
         """For requests under way since `ages` seconds."""

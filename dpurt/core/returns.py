@@ -29,6 +29,7 @@ Memory: 64 bytes a block and 8 a pair; at most `max_streams` streams, those leas
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -53,6 +54,7 @@ from dpurt.core.events import (
 from dpurt.core.predictor import Prediction
 from dpurt.core.return_model import (
     AGE_EDGES,
+    AGE_WIDTHS,
     NUM_AGES,
     Forest,
     ReturnModel,
@@ -68,6 +70,7 @@ Ints = NDArray[np.int64]
 
 HEAD_LEAD = 0.02  # of a stream's worth, from its head to its tail
 RUNNING, IDLE, DEAD = 1, 2, 0
+_EDGES: list[float] = AGE_EDGES.tolist()
 
 
 @dataclass(slots=True)
@@ -143,7 +146,7 @@ class _Pairs:
         self.slot: Ints = np.zeros(4096, np.int64)
         self.weight: Floats = np.zeros(4096)
 
-    def add(self, rows: Sequence[int], slot: int, weights: Floats) -> None:
+    def add(self, rows: Ints, slot: int, weights: Floats) -> None:
         end = self.used + len(rows)
         while end > len(self.row):
             for name in ("row", "slot", "weight"):
@@ -187,7 +190,7 @@ class Returns:
     """See the module's docstring. One owner task; not thread-safe."""
 
     name = "cross_request"
-    interests = frozenset(
+    interests: frozenset[type[Event]] = frozenset(
         {Arrived, Consumed, Stored, Paused, Resumed, Finished, SequenceGone, Staged, Dropped}
     )
     LOOK_S = 1.0
@@ -253,26 +256,34 @@ class Returns:
     # --- the predictor
 
     def observe(self, event: Event, now: float) -> None:
+        if isinstance(event, Staged):  # the most frequent first
+            self._landed += event.block in self._asked_for
+        elif isinstance(event, Arrived):
+            self._arrived(event.sequence, event.owner, event.blocks, now)
+        elif isinstance(event, Dropped):
+            self._dropped(event.block)
+        else:
+            stream = self._of_sequence.get(getattr(event, "sequence", -1))
+            if stream is not None:
+                self._observe_of(stream, event, now)
+
+    def _observe_of(self, stream: _Stream, event: Event, now: float) -> None:
+        """Something about the request under way that is this stream."""
         match event:
-            case Arrived(sequence, owner, blocks):
-                self._arrived(sequence, owner, blocks, now)
-            case Consumed(sequence, first, count) if sequence in self._of_sequence:
-                self._pass(self._of_sequence[sequence], first + count)
-            case Stored(sequence, blocks) if sequence in self._of_sequence:
+            case Consumed(_, first, count):
+                self._pass(stream, first + count)
+            case Stored(_, blocks):
                 rows = [self._rows.get(block) for block in blocks]
-                self._append(self._of_sequence[sequence], rows, self._tails[1] / self._tails[0])
-            case Finished(sequence, reason) if sequence in self._of_sequence:
-                self._finished(self._of_sequence.pop(sequence), reason, now)
-            case SequenceGone(sequence) if sequence in self._of_sequence:
-                self._end(self._of_sequence[sequence])
-            case Paused(sequence) if sequence in self._of_sequence:
-                self._paused(self._of_sequence[sequence], now)
-            case Resumed(sequence) if sequence in self._of_sequence:
-                self._resumed(self._of_sequence[sequence], now)
-            case Staged(block) if block in self._asked_for:
-                self._landed += 1
-            case Dropped(block):
-                self._dropped(block)
+                self._append(stream, rows, self._tails[1] / self._tails[0])
+            case Finished(sequence, reason):
+                del self._of_sequence[sequence]
+                self._finished(stream, reason, now)
+            case SequenceGone():
+                self._end(stream)
+            case Paused():
+                self._paused(stream, now)
+            case Resumed():
+                self._resumed(stream, now)
             case _:
                 pass
 
@@ -287,7 +298,9 @@ class Returns:
         self._reach = min(self.MAX_REACH, max(self.MIN_REACH, self.GROWTH * self._landed + 8))
         self._landed = 0
         is_full = now - self._asked_at <= self.FULL_S
-        predictions = [self._prediction(row, now) for row in self._wanted(is_full).tolist()]
+        wanted = self._wanted(is_full)
+        worths = self._worths(wanted).tolist()
+        predictions = list(map(self._prediction, wanted.tolist(), worths, repeat(now + self.LOOK_S)))
         self._asked_for = {prediction.block for prediction in predictions}
         return predictions
 
@@ -307,7 +320,7 @@ class Returns:
         else:
             self._branch(rows, now)
         self._of_sequence[sequence] = stream
-        self._slots.chance[stream.slot] = self._chances(np.array([stream.slot]), now)[0]
+        self._slots.chance[stream.slot] = self._chance(stream.slot, now)
         self._append(stream, rows)
         self._rows.ahead[rows] += 1
         if self._look_at is None and self._fetches:
@@ -383,22 +396,25 @@ class Returns:
         latest = self._rows.latest
         for row in rows:
             latest[row] = stream
-        self._rows.exists[rows] = True
+        at = np.array(rows)
+        self._rows.exists[at] = True
         first = len(stream.rows)
         stream.rows += rows
         end = len(stream.rows)
         weights = 1.0 - HEAD_LEAD * np.arange(first, end) / max(64, end)
         weights[-1] *= tail
-        self._pairs.add(rows, stream.slot, weights)
+        self._pairs.add(at, stream.slot, weights)
         self._live_pairs += len(rows)
         self._grow_worth()
-        self._worth[rows] += self._slots.chance[stream.slot]
+        self._worth[at] += self._slots.chance[stream.slot]
 
     def _pass(self, stream: _Stream, cursor: int) -> None:
         """The request under way has read its blocks before the cursor, or will not."""
         end = min(cursor, stream.matched)
-        for row in stream.rows[stream.cursor : end]:
-            self._rows.ahead[row] -= 1
+        if end == stream.cursor + 1:
+            self._rows.ahead[stream.rows[stream.cursor]] -= 1
+        elif end > stream.cursor:
+            self._rows.ahead[stream.rows[stream.cursor : end]] -= 1
         stream.cursor = max(stream.cursor, end)
 
     def _finished(self, stream: _Stream, reason: str, now: float) -> None:
@@ -428,13 +444,13 @@ class Returns:
         self._apply_model(np.array([slot]))
         slots.stop[slot] = stream.stop
         stream.ended_at = now
-        self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
+        self._expect(stream, self._chance(slot, now))
 
     def _apply_model(self, idle: Ints) -> None:
         """The hazards of these slots, as the model sees them now."""
         slots = self._slots
         slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
-        slots.risk[idle, 1:] = np.cumsum(slots.hazards[idle] * np.diff(AGE_EDGES), 1)
+        slots.risk[idle, 1:] = np.cumsum(slots.hazards[idle] * AGE_WIDTHS, 1)
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -445,7 +461,7 @@ class Returns:
         stream.teaches = True
         slots, slot = self._slots, stream.slot
         slots.state[slot], slots.since[slot] = RUNNING, now
-        self._expect(stream, float(self._chances(np.array([slot]), now)[0]))
+        self._expect(stream, self._chance(slot, now))
 
     def _end(self, stream: _Stream) -> None:
         """Nobody will continue it: its pairs count for nothing, and go with the next weeding."""
@@ -517,7 +533,7 @@ class Returns:
         if missing:
             self._worth = np.concatenate([self._worth, np.zeros(missing)])
 
-    def _worths(self, rows: Ints) -> Floats:
+    def _worths(self, rows: Ints | slice) -> Floats:
         """As of the last refresh, but for streams that came or ended and blocks that were read since."""
         ahead, exists = self._rows.ahead[rows], self._rows.exists[rows]
         return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
@@ -532,6 +548,20 @@ class Returns:
         chances[is_idle] = -np.expm1(self._risk(idle, age) - self._risk(idle, age + self.window_s))
         chances[~is_idle] = self._running_model.probability(slots.stop[live[~is_idle]], ages[~is_idle])
         return chances
+
+    def _chance(self, slot: int, now: float) -> float:
+        """The same for one."""
+        slots = self._slots
+        age = max(0.0, now - float(slots.since[slot]))
+        if slots.state[slot] != IDLE:
+            return self._running_model.probability_of(int(slots.stop[slot]), age)
+        risk = self._risk_of(slot, age) - self._risk_of(slot, age + self.window_s)
+        return -float(np.expm1(risk))  # the same function to the last bit as for many
+
+    def _risk_of(self, slot: int, age: float) -> float:
+        age_bin = min(bisect_right(_EDGES, age) - 1, NUM_AGES - 1)
+        into = min(age, _EDGES[age_bin + 1]) - _EDGES[age_bin]
+        return float(self._slots.risk[slot, age_bin] + into * self._slots.hazards[slot, age_bin])
 
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
         """Cumulative hazards, linear between the edges."""
@@ -558,7 +588,7 @@ class Returns:
         """Rows worth fetching, the best first: in a full staging each worth more, by a margin, than the resident one it
         would push out."""
         self._grow_worth()
-        worth = self._worths(np.arange(len(self._rows)))
+        worth = self._worths(slice(0, len(self._rows)))
         resident = self._rows.resident[: len(worth)] > 0
         absent = np.flatnonzero(~resident & (worth > self.FLOOR * self.window_s))
         if len(absent) > self._reach:
@@ -573,11 +603,8 @@ class Returns:
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
         return best[:num_worth_it]
 
-    def _prediction(self, row: int, now: float) -> Prediction:
-        worth = float(self._worths(np.array([row]))[0])
+    def _prediction(self, row: int, worth: float, need_by: float) -> Prediction:
         stream = self._rows.latest[row]
         owner = NOBODY if stream is None else stream.owner
         lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
-        return Prediction(
-            int(self._rows.block[row]), None, now + self.LOOK_S, lasting, self.name, None, owner, worth
-        )
+        return Prediction(int(self._rows.block[row]), None, need_by, lasting, self.name, None, owner, worth)

@@ -32,6 +32,9 @@ ValueError, or cannot happen). *release* stands for every end of a lease: `relea
 `expire`, `quarantine_owner`; *evict* is a `take` of another block that reuses the slot; the tests read this
 table::
 
+    reserve           free         -> doomed
+    reserve           ready        -> doomed
+    assign            doomed       -> filling
     take              free         -> filling
     take              filling      -> filling
     take              ready        -> filling ready
@@ -81,8 +84,8 @@ counted no-op. A lease with an expiry (a pull) ends by itself; one without (a vi
 release or its owner. The content of a leased slot does not change, even when the block is dropped or an
 operation filling *other* parts is abandoned.
 
-Stores. A reservation is a slot in *filling*: commit is `fill_done`; cancel is `fill_failed`, or `abandon`
-while the host may still be writing, and `settle` when its link is down. A *pin* keeps a dirty slot while a
+Stores. A reservation is a slot that is filled before it is mapped (`reserve`); commit is `assign`, then `fill_done`; cancel is
+`fill_failed`, once nobody writes there any more. A *pin* keeps a dirty slot while a
 device write reads it; the pin of an abandoned write is simply kept until the device has answered.
 
 No room is a normal answer (None, or a shorter list), counted in `no_room`.
@@ -328,6 +331,33 @@ class StagingPool:
         if taken is not None:
             self._policy.insert(block, now)
         return taken
+
+    def reserve(self, now: float, *, protect: Protect | None = None) -> Taken | None:
+        """A slot to be filled whole for a block that is not mapped yet, evicting if need be; None if there is no room.
+
+        End it by `assign`, or by `fill_failed`.
+        """
+        vacant = self._vacate(now, protect)
+        if vacant is None:
+            return None
+        s, evicted = vacant
+        s.filling = self._all_parts
+        self._update(s)
+        return Taken(s.index, s.generation, s.filling, evicted)
+
+    def assign(self, slots: Sequence[int], blocks_in_prefix_order: Sequence[int], now: float) -> None:
+        """Map blocks that have no slot to slots from `reserve`, one each. They are filling, as if they were taken now."""
+        pairs = [(self._at(slot), block) for slot, block in zip(slots, blocks_in_prefix_order, strict=True)]
+        for s, block in pairs:
+            if s.block is not None or s.filling != self._all_parts:
+                raise ValueError(f"slot {s.index} ({s.state.name}) is not reserved")
+            if block in self._slot_of:
+                raise ValueError(f"block {block} has slot {self._slot_of[block].index}")
+        for s, block in reversed(pairs):
+            s.block = block
+            self._slot_of[block] = s
+            self._policy.insert(block, now)
+            self._update(s)
 
     def take_many(
         self, blocks: Sequence[int], parts_mask: int, now: float, *, protect: Protect | None = None
@@ -680,6 +710,18 @@ class StagingPool:
 
     def _take_new(self, block: int, parts: int, now: float, protect: Protect | None) -> Taken | None:
         """Map a block that has no slot. The caller tells the policy."""
+        vacant = self._vacate(now, protect)
+        if vacant is None:
+            return None
+        s, evicted = vacant
+        s.block = block
+        s.filling = parts
+        self._slot_of[block] = s
+        self._update(s)
+        return Taken(s.index, s.generation, parts, evicted)
+
+    def _vacate(self, now: float, protect: Protect | None) -> tuple[_Slot, int | None] | None:
+        """An empty slot, and the block evicted for it. The caller fills it, and updates it then."""
         evicted = None
         if self._free:
             s = self._slots[self._free.pop()]
@@ -694,13 +736,9 @@ class StagingPool:
             self._no_room += 1
             return None
         self._takes += 1
-        s.block = block
         s.generation += 1
         s.ready = 0
-        s.filling = parts
-        self._slot_of[block] = s
-        self._update(s)
-        return Taken(s.index, s.generation, parts, evicted)
+        return s, evicted
 
     def _take_each(
         self, blocks: Sequence[int], parts: int, now: float, protect: Protect | None, fresh: list[int]

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +27,9 @@ from dpurt.engines.kv_events import BlockHash, BlockRemoved, BlockStored, KvEven
 
 MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
+_PLAIN_KINDS = _WHOLE_PREFIX | {None}
+_NO_EXTRAS = [None]
+_removed_as = attrgetter("medium", "group_idx")
 
 
 class Dialect(NamedTuple):
@@ -92,6 +97,10 @@ class Residency:
         self.engine = engine
         self.stats = ResidencyStats()
         self._codec = EventTokens(engine, self.stats)
+        dialect = engine.dialect
+        self._plain_media = {
+            word: tier for word, tier in dialect.media.items() if tier not in dialect.counted
+        }
         self._new_held()
         self._repeats: dict[tuple[BlockHash, HostTier], int] = {}
         self._windowed: set[int] = set()  # cache groups that do not keep whole prefixes
@@ -101,26 +110,15 @@ class Residency:
 
     def apply(self, events: Sequence[KvEvent]) -> None:
         """Enter a message's events, in order."""
-        is_full = len(self.held) > MAX_BLOCKS
-        gone: list[BlockHash] = []  # evictions come one by one, many in a row: they are entered together
-        gone_from: HostTier | None = None
-        for event in events:
-            if isinstance(event, BlockRemoved):
-                tier = self._removed_from(event)
-                if tier is not gone_from:
-                    self._remove(gone, gone_from)
-                    gone, gone_from = [], tier
-                gone += event.block_hashes
-                continue
-            self._remove(gone, gone_from)
-            gone = []
-            if isinstance(event, BlockStored):
-                self._stored(event, is_full)
+        runs: Iterable[tuple[type, Iterator[Any]]] = groupby(events, type)
+        for kind, run in runs:
+            if issubclass(kind, BlockStored):
+                self._store_run(run)
+            elif issubclass(kind, BlockRemoved):
+                self._remove_run(run)
             else:
-                self.stats.cleared += 1
-                for tier in self.engine.dialect.cleared:
-                    self._clear(tier)
-        self._remove(gone, gone_from)
+                for _ in run:
+                    self._cleared()
 
     def reset(self) -> None:
         """Nothing is known of this publisher any more."""
@@ -128,7 +126,31 @@ class Residency:
         self._repeats.clear()
         self._windowed.clear()
 
-    def _stored(self, event: BlockStored, is_full: bool) -> None:
+    def _store_run(self, run: Iterable[BlockStored]) -> None:
+        """Most events of a busy engine are of one block that is said by its tokens: these take the short way."""
+        media, block_tokens, short, store_one = (
+            self._plain_media, self.engine.block_tokens, 0, self.held.store_one,
+        )  # fmt: skip
+        if len(self.held) > MAX_BLOCKS:
+            media = {}
+        for event in run:
+            hashes = event.block_hashes
+            if (
+                len(hashes) == 1
+                and (tier := media.get(event.medium)) is not None
+                and event.lora_name is event.cache_salt is None
+                and event.kv_cache_spec_kind in _PLAIN_KINDS
+                and ((extras := event.extra_keys) is None or extras == _NO_EXTRAS)
+                and event.block_size == block_tokens
+                and len(told := bytes(event.token_ids)) > 1
+            ):
+                store_one(event.parent_block_hash, hashes[0], told, tier)
+                short += 1
+            else:
+                self._stored(event)
+        self.stats.stored += short
+
+    def _stored(self, event: BlockStored) -> None:
         hashes, engine = event.block_hashes, self.engine
         tier = engine.dialect.media.get(event.medium)
         kind, lora = event.kv_cache_spec_kind, event.lora_name
@@ -140,7 +162,7 @@ class Residency:
                 self._windowed.add(event.group_idx)
         elif lora is not None and lora not in engine.loras:
             self.stats.pass_over("lora", len(hashes))
-        elif is_full:
+        elif len(self.held) > MAX_BLOCKS:
             self.stats.pass_over("too_many", len(hashes))
         elif hashes:
             self.stats.stored += len(hashes)
@@ -176,23 +198,27 @@ class Residency:
             self.held.store(above, [block_hash], one, tier, label_of(_extras_at(event, i)))
             above = block_hash
 
-    def _removed_from(self, event: BlockRemoved) -> HostTier | None:
-        """The tier; None when it is of no interest."""
-        tier = self.engine.dialect.media.get(event.medium)
-        if tier is None:
-            self.stats.pass_over("medium", len(event.block_hashes))
-        elif event.group_idx in self._windowed:
-            self.stats.pass_over("group", len(event.block_hashes))
-            return None
-        return tier
+    def _remove_run(self, run: Iterable[BlockRemoved]) -> None:
+        """Evictions come one by one, many in a row: they are entered together."""
+        for (medium, group), same in groupby(run, _removed_as):
+            self._remove([block_hash for event in same for block_hash in event.block_hashes], medium, group)
 
-    def _remove(self, hashes: list[BlockHash], tier: HostTier | None) -> None:
-        if tier is None or not hashes:
-            return
-        self.stats.removed += len(hashes)
-        if self._repeats:
-            hashes = [block_hash for block_hash in hashes if not self._forget_repeat(block_hash, tier)]
-        self.held.remove(hashes, tier)
+    def _remove(self, hashes: list[BlockHash], medium: str | None, group: int | None) -> None:
+        tier = self.engine.dialect.media.get(medium)
+        if tier is None:
+            self.stats.pass_over("medium", len(hashes))
+        elif group in self._windowed:
+            self.stats.pass_over("group", len(hashes))
+        else:
+            self.stats.removed += len(hashes)
+            if self._repeats:
+                hashes = [block_hash for block_hash in hashes if not self._forget_repeat(block_hash, tier)]
+            self.held.remove(hashes, tier)
+
+    def _cleared(self) -> None:
+        self.stats.cleared += 1
+        for tier in self.engine.dialect.cleared:
+            self._clear(tier)
 
     def _clear(self, tier: HostTier) -> None:
         self.held.clear(tier)

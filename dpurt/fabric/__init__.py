@@ -4,7 +4,7 @@ Implementations: `memory` (tests), `shm` (same machine: the host maps the arena)
 `dpurt.testing.check_fabric` is the contract as a test suite.
 
 Two sides. The **node** side (`Fabric`) owns the arena's regions and decides who may touch what. The **host**
-side (`Endpoint`) pulls leased ranges, writes into its own inbound region, and offers *landing* buffers the
+side (`Endpoint`) pulls leased ranges, stores into reserved ones, and offers *landing* buffers the
 node may push into. Control (leases, reservations, descriptors) travels on the ZeroMQ channel; a fabric link
 is opened with the secret `token` that came in the authenticated `hello` reply. Only bytes move here.
 
@@ -150,13 +150,17 @@ class Fabric(Protocol):
     """The node side. One instance per fabric kind; a supervised task runs `serve`."""
 
     kind: str
+    lands_stores: bool
+    """Whether the node itself puts a store's bytes where they go, and only while the AccessCheck says so: then they may go into
+    memory others read. Not where the host maps what it writes (shm)."""
 
     @property
     def stats(self) -> FabricStats: ...
 
     def add_region(self, region: MemoryRegion, readers: frozenset[int] | None, writer: int | None) -> None:
         """Offer a region. `readers`: session numbers that may map or read it (None: decided by AccessCheck
-        alone); `writer`: the one session that may write it (an inbound region), or None."""
+        alone); `writer`: the one session that may write it (an inbound region), or None (whoever was admitted to
+        write it, and the AccessCheck lets)."""
         ...
 
     def remove_region(self, region_id: int) -> None:
@@ -215,7 +219,7 @@ class Endpoint(Protocol):
         ...
 
     async def store(self, pieces: Sequence[Piece], deadline: float) -> None:
-        """Copy each `piece.local` into the node's inbound region. All or an error."""
+        """Copy each `piece.local` into the node's memory, where it reserved room. All or an error."""
         ...
 
     def view(self, region_id: int, offset: int, length: int) -> memoryview | None:

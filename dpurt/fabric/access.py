@@ -1,7 +1,7 @@
 """Who may touch what: the node's table of regions and sessions, shared by every fabric.
 
 A pure core: no sockets, no clock. A session may read a region when `admit` granted it *and* the region's
-`readers` allow it; it may write a region only when it is that region's one `writer` and `admit` said so.
+`readers` allow it; it may write a region only when `admit` said so, and no other is that region's `writer`.
 Bounds come next, and the AccessCheck (leases) last, so that it only ever sees ranges that exist. `claim` is
 the one way in: it begins every range of a request or none, and ends each exactly once, however the transfer
 ends."""
@@ -133,7 +133,9 @@ class AccessTable:
 
     def _may_write(self, session: int, offer: _Offer) -> bool:
         grant = self._grants.get(session)
-        return grant is not None and offer.writer == session and offer.region.region_id in grant.writable
+        if grant is None or offer.region.region_id not in grant.writable:
+            return False
+        return offer.writer is None or offer.writer == session
 
 
 def within(offset: int, length: int, size: int) -> bool:

@@ -94,6 +94,7 @@ class MemoryFabric(FabricBase[MemoryLink]):
     """The node side."""
 
     kind = "memory"
+    lands_stores = True
 
     def __init__(self, access: AccessCheck, *, max_links: int = 256) -> None:
         super().__init__(access, max_links)

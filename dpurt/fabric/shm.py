@@ -232,6 +232,7 @@ class ShmFabric(FabricBase[ShmLink]):
     an fd."""
 
     kind = "shm"
+    lands_stores = False
 
     def __init__(self, access: AccessCheck, path: Path, *, limits: ShmLimits | None = None) -> None:
         self._limits = limits or ShmLimits()

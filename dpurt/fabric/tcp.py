@@ -142,6 +142,7 @@ class TcpFabric(FabricBase[TcpLink]):
     """The node side. `host` is the address that is bound, exactly; port 0 lets the kernel choose."""
 
     kind = "tcp"
+    lands_stores = True
 
     def __init__(
         self,

@@ -1,18 +1,22 @@
-"""The verbs fabric, node side: hosts READ leased slots and WRITE reservations by RDMA; the node WRITEs into their landings.
+"""The verbs fabric, node side: hosts READ leased slots by RDMA; the node READs what they store, and WRITEs into their landings.
 
 Theory of operation. A link is one control connection (TCP, `dpurt.fabric.verbs_control`) and some *lanes*: reliable-connected
-queue pairs on one or several rails (NIC ports) of the node, each with a device of the host's. For a pull or a store the host
-asks; the node has the AccessCheck begin each range, opens exactly these ranges to this host's queue pairs and answers with
-keys; the host moves the bytes without the node's CPU and says when it is done; the keys die, and only then does the
-AccessCheck's `end` come. So a slot is never reused under a reader: a host that does not finish in its time finds its keys dead
-(its READ is refused by the NIC), and a host that dies is seen by the end of its TCP connection.
+queue pairs on one or several rails (NIC ports) of the node, each with a device of the host's. For a pull the host asks; the node
+has the AccessCheck begin each range, opens exactly these ranges to this host's queue pairs and answers with keys; the host moves
+the bytes without the node's CPU and says when it is done; the keys die, and only then does the AccessCheck's `end` come. So a
+slot is never reused under a reader: a host that does not finish in its time finds its keys dead (its READ is refused by the
+NIC), and a host that dies is seen by the end of its TCP connection.
 
 Opening a range: a type-2 memory *window* per lease, bound to the host's queue pair, where the device has windows; regions then
 give no remote access by themselves. Without windows hosts get the region's own key, and a host that overstays loses its
 queue pair instead.
 
-A store's last WRITE of each lane carries its number as immediate: what arrives in this order is in memory when the node sees
-the number. A push's does the same at the host, which answers; so `push` returns when the bytes can be read there.
+For a store the host says where its bytes are; the node has the AccessCheck begin each range, READs, and answers. So no host can
+write the node's memory, with or without windows: the bytes may go straight into a staging slot (`Fabric.lands_stores`), which
+nobody touches any more when the AccessCheck's `end` comes.
+
+A push's last WRITE of each lane carries its number as immediate: what arrives in this order is in memory when the host sees the
+number, and it answers; so `push` returns when the bytes can be read there.
 
 A large transfer is striped over the lanes that are up; what a lane that breaks had under way goes to the others
 (`dpurt.fabric.verbs_lanes`). A queue pair in error is replaced once its host asks for it (`Rejoin`), and used again when a WRITE
@@ -54,6 +58,7 @@ class VerbsFabric(FabricBase[VerbsLink]):
     """The node side on some devices, its rails, best first. Control connections are taken at each one's address; port 0: any."""
 
     kind = "verbs"
+    lands_stores = True
 
     def __init__(
         self,

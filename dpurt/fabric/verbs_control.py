@@ -9,11 +9,14 @@ pair addresses. Numbers are the asking side's, and never used twice on a link.
                             <-            Join(session, nonce, lanes: (rail, queue pair) each, proof)
     Welcome(queue pairs, proof) or Denied(code)
                             <-            Ready(lane)             each lane on which a byte-less WRITE came through
-                            <-            Ask(number, pull or store, ranges, lanes)
+                            <-            Ask(number, pull, ranges, lanes)
     Granted(number, lane: runs with keys) or Refused(number, which, why)
-                            (the host READs or WRITEs; a store's last WRITE of each lane has its number as immediate)
-                            <-            Done(number, ok, lane: bytes)   but not after a store on one lane: its number does
-    Stored(number)          ->            the bytes of a store are in the node's memory, its keys are dead
+                            (the host READs)
+                            <-            Done(number, ok, lane: bytes)
+                            <-            Ask(number, store, ranges, lanes, lane: runs of the host's memory, with keys)
+                            (the node READs)
+    Ended(number, ok) or Refused  ->      the node's devices touch the host's memory no more
+                            <-            Done(number, not ok)    the host does not wait for its store any more
                             <-            Landing(region, rail: runs with keys)
                             (the node WRITEs, the last of each lane with the push's number as immediate)
                             <-            Pushed(number, lane)    the host has seen it
@@ -43,14 +46,13 @@ from dpurt.fabric.wire import Wire
 from dpurt.rdma.queue_pair import QueuePairAddress
 
 __all__ = [
-    "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Granted", "Join", "Landing", "LaneOffer", "Message", "Pushed", "Ready",
-    "Refusal", "Rejoin", "Rejoined", "Run", "Stored", "Welcome", "proof",
+    "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Ended", "Granted", "Join", "Landing", "LaneOffer", "Message", "Pushed",
+    "Ready", "Refusal", "Rejoin", "Rejoined", "Run", "Welcome", "proof",
 ]  # fmt: skip
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
 SILENCE_S = 10  # without a sign of the peer's kernel
-_TURN_MESSAGES = 16
 _LENGTH = struct.Struct("<I")
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -113,6 +115,7 @@ class Ask(_Base, frozen=True):
     op: str
     entries: list[Entry]
     lanes: Annotated[list[_Lane], msgspec.Meta(min_length=1, max_length=MAX_LANES)]
+    runs: dict[_Lane, list[Run]] = {}
 
 
 class Granted(_Base, frozen=True):
@@ -132,8 +135,10 @@ class Done(_Base, frozen=True):
     carried: dict[_Lane, _Natural] = {}
 
 
-class Stored(_Base, frozen=True):
+class Ended(_Base, frozen=True):
     number: int
+    is_ok: bool
+    why: str = ""
 
 
 class Landing(_Base, frozen=True):
@@ -171,7 +176,7 @@ Message = (
     | Granted
     | Refusal
     | Done
-    | Stored
+    | Ended
     | Landing
     | Pushed
     | Rejoin
@@ -217,7 +222,6 @@ class Control:
             _tune(sock)
         self._wire = Wire(sock, peer)
         self._unsent = bytearray()
-        self._received = 0
         self._more = trio.Event()
 
     @property
@@ -270,9 +274,10 @@ class Control:
 
     async def receive(self, deadline: float = math.inf) -> Message:
         """The next message. Raises FabricError: ``"closed"``, ``"timed_out"``, ``"protocol"``."""
-        self._received += 1
-        if self._received % _TURN_MESSAGES == 0:  # a flood of them must not starve the loop
-            await trio.lowlevel.checkpoint()
+        if (
+            deadline == math.inf and await self._wire.at_end()
+        ):  # which takes in all there is of a message, and its turns
+            raise FabricError(self.peer, "receive", "closed", 0, "end of stream")
         [length] = _LENGTH.unpack(await self._wire.receive_bytes(_LENGTH.size, deadline))
         if length > MAX_MESSAGE_BYTES:
             raise FabricError(self.peer, "control", "protocol", 0, f"a message of {length} bytes")

@@ -1,4 +1,4 @@
-"""The verbs fabric, host side: an `Endpoint` that READs from and WRITEs to the node's memory, and lets it WRITE into landings.
+"""The verbs fabric, host side: an `Endpoint` that READs from the node's memory, and lets it READ stores and WRITE into landings.
 
 Theory of operation: see `dpurt.fabric.verbs`. Memory of a landing is registered for its life, so pulling into (or storing from)
 a landing's view, or memory the host asked to `keep`, costs nothing extra; any other is registered for the one call, which pins
@@ -9,7 +9,8 @@ breaks (an error, or no progress) it is made anew, later and later if that does 
 over the others; where there is none, they wait for one to come up and ask and move anew. What fails then is a FabricError: the
 caller falls back, or tries later with a new endpoint. When no lane comes up for `REJOIN_S`, that is the end of the link.
 
-A call that is cancelled or late waits until the device has let go of its memory, then raises.
+A call that is cancelled or late waits until the devices have let go of its memory, then raises. (A node that does not say so in
+`GIVE_UP_S` is not waited for: what it reads then, it will never be told to keep.)
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import math
 import mmap
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from dpurt.core.rails import LaneState
@@ -46,6 +48,7 @@ from dpurt.fabric.verbs_control import (
     Control,
     Denied,
     Done,
+    Ended,
     Granted,
     Join,
     Landing,
@@ -57,12 +60,11 @@ from dpurt.fabric.verbs_control import (
     Rejoin,
     Rejoined,
     Run,
-    Stored,
     Welcome,
     proof,
 )
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
-from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
+from dpurt.fabric.verbs_moves import Span, aligned, registered, runs_of, sges_of
 from dpurt.rdma.device import RdmaDevice, discover, is_up, why_off
 from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, DmaBufRegistration, Registration, address_of
@@ -78,25 +80,22 @@ REJOIN_S = 10.0
 PROVE_S = 2.0
 DIAL_S = 1.0
 FAR_END_S = 0.1
+GIVE_UP_S = 5.0
+_KEPT = Access.LOCAL_WRITE | Access.REMOTE_READ  # pulled into, and stored from
 
 
 @dataclass(slots=True)
 class _Question:
     """An ask that waits for its answers."""
 
-    answer: Granted | Refusal | None = None
-    is_stored: bool = False
+    answer: Granted | Refusal | Ended | None = None
     changed: trio.Event = field(default_factory=trio.Event)
 
-    def answered(self, answer: Granted | Refusal) -> None:
+    def answered(self, answer: Granted | Refusal | Ended) -> None:
         self.answer = answer
-        self._change()
+        self.change()
 
-    def stored(self) -> None:
-        self.is_stored = True
-        self._change()
-
-    def _change(self) -> None:
+    def change(self) -> None:
         self.changed.set()
         self.changed = trio.Event()
 
@@ -177,7 +176,7 @@ class VerbsEndpoint:
         made: dict[Adapter, Registration] = {}
         try:
             for adapter in self._adapters:
-                made[adapter] = adapter.register(address, length, Access.LOCAL_WRITE, memory)
+                made[adapter] = adapter.register(address, length, _KEPT, memory)
         except RdmaLimit:
             for registration in made.values():
                 registration.close()
@@ -191,7 +190,7 @@ class VerbsEndpoint:
         region = MemfdRegion(region_id, f"landing {region_id}", size, huge_pages=False)
         registrations: dict[Adapter, Registration] = {}
         try:
-            access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+            access = _KEPT | Access.REMOTE_WRITE
             for adapter in self._adapters:
                 registrations[adapter] = adapter.register(region.address, region.size, access)
         except RdmaLimit:
@@ -200,13 +199,8 @@ class VerbsEndpoint:
             region.close()
             raise
         self._landings[region_id] = region, registrations
-        runs = {
-            lane.rail: [
-                Run(segment.address, segment.length, segment.chunk.rkey)
-                for segment in registrations[lane.adapter].segments(region.address, region.size)
-            ]
-            for lane in self.lanes.lanes
-        }
+        span = region.address, region.size
+        runs = {lane.rail: runs_of([registrations[lane.adapter]], [span]) for lane in self.lanes.lanes}
         self._control.post(Landing(region_id, region.size, runs))
         return region
 
@@ -266,51 +260,114 @@ class VerbsEndpoint:
                     raise
 
     async def _attempt(self, op: str, pieces: Sequence[Piece], deadline: float) -> None:
-        """Ask, move, say so. Whatever happens, the node hears that we touch its memory no more.
-
-        What is granted holds for the queue pairs of that time, so others that took their places are not used."""
+        """On what lanes are up. What is granted, or read from us, is so for the queue pairs of this time: others that took
+        their places are not used.
+        """
         lanes = self.lanes.choose(sum(len(piece.local) for piece in pieces))
         asked = {lane.index: queue_pair_of(lane) for lane in lanes}
         number = next(self._numbers)
         question = self._questions[number] = _Question()
-        carried: dict[int, int] | None = None
+        entries = [(piece.region_id, piece.offset, len(piece.local), piece.lease) for piece in pieces]
+        ask = Ask(number, op, entries, list(asked))
+        spans: list[Span] = [(address_of(piece.local), len(piece.local)) for piece in pieces if piece.local]
+        move = self._pull if op == "pull" else self._store
         try:
-            entries = [(piece.region_id, piece.offset, len(piece.local), piece.lease) for piece in pieces]
-            self._control.post(Ask(number, op, entries, list(asked)))
-            for lane in lanes:
-                lane.adapter.expect()
-            runs = await self._granted(question, asked, op, entries)
-            carried = await self._move(asked, op, pieces, runs, number, deadline)
-            if op == "store":
-                if len(runs) > 1:
-                    self._control.post(Done(number, True, carried))
-                await self._until_stored(question, asked)
-                return
-        except BaseException:
-            carried = None
-            raise
+            await move(ask, question, asked, spans, deadline)
         finally:
             del self._questions[number]
-            if carried is None or op == "pull":
-                self._control.post(Done(number, carried is not None, carried or {}))
 
-    async def _granted(
+    async def _pull(
         self,
+        ask: Ask,
         question: _Question,
         asked: Mapping[int, QueuePair],
-        op: str,
-        entries: Sequence[tuple[int, int, int, int]],
+        spans: Sequence[Span],
+        deadline: float,
+    ) -> None:
+        """Ask, READ, say so. Whatever happens, the node hears that we touch its memory no more."""
+        carried: dict[int, int] | None = None
+        try:
+            self._ask(ask, asked)
+            runs = await self._granted(question, asked, ask)
+            carried = await self._move(asked, spans, runs, deadline)
+        finally:
+            self._control.post(Done(ask.number, carried is not None, carried or {}))
+
+    async def _store(
+        self,
+        ask: Ask,
+        question: _Question,
+        asked: Mapping[int, QueuePair],
+        spans: Sequence[Span],
+        deadline: float,
+    ) -> None:
+        """Tell the node where the bytes are, and wait until it has READ them, or does so no more."""
+        with contextlib.ExitStack() as stack:
+            local = self._registered(stack, asked, spans, Access.REMOTE_READ)
+            runs = {index: runs_of(local[self.lanes.lanes[index].adapter], spans) for index in asked}
+            try:
+                self._ask(msgspec.structs.replace(ask, runs=runs), asked)
+                end = await self._end_of(ask, question, asked)
+            except BaseException:
+                await self._withdraw(ask, question, asked)
+                raise
+        if not end.is_ok:
+            await self._until_one_breaks(asked)
+            raise QueuePairError(self._control.peer, "closed", end.why)
+
+    async def _end_of(self, ask: Ask, question: _Question, asked: Mapping[int, QueuePair]) -> Ended:
+        """When every lane broke, the node's word on it may be on its way."""
+        try:
+            answer = await self._answered(question, asked, ask)
+        except QueuePairError:
+            with trio.move_on_after(FAR_END_S):
+                while question.answer is None:
+                    await question.changed.wait()
+            if not isinstance(question.answer, Ended):
+                raise
+            answer = question.answer
+        if not isinstance(answer, Ended):
+            raise self._protocol("a grant where the end of a store was due")
+        return answer
+
+    async def _until_one_breaks(self, asked: Mapping[int, QueuePair]) -> None:
+        """The node saw one break; our end of it is about to: ask on others, or anew, only then."""
+        with trio.move_on_after(2 * FAR_END_S):
+            while all(queue_pair.is_usable for queue_pair in asked.values()):
+                await self._changed.wait()
+
+    async def _withdraw(self, ask: Ask, question: _Question, asked: Mapping[int, QueuePair]) -> None:
+        """Nobody waits for the store: the node must not go on reading memory that is about to be somebody else's."""
+        if question.answer is None:
+            self._control.post(Done(ask.number, False))
+            with trio.move_on_after(GIVE_UP_S) as limit, contextlib.suppress(QueuePairError):
+                limit.shield = True
+                while question.answer is None:
+                    await self._wait(question, asked)
+
+    def _ask(self, ask: Ask, asked: Mapping[int, QueuePair]) -> None:
+        self._control.post(ask)
+        for index in asked:
+            self.lanes.lanes[index].adapter.expect()
+
+    async def _granted(
+        self, question: _Question, asked: Mapping[int, QueuePair], ask: Ask
     ) -> dict[int, list[Run]]:
         """By lane; the node leaves out those that broke."""
+        answer = await self._answered(question, asked, ask)
+        if not isinstance(answer, Granted):
+            raise self._protocol("the end of a store where a grant was due")
+        return {index: runs for index, runs in answer.runs.items() if index in asked}
+
+    async def _answered(
+        self, question: _Question, asked: Mapping[int, QueuePair], ask: Ask
+    ) -> Granted | Ended:
+        """Raises RemoteAccessError when it is a refusal, QueuePairError when none will come."""
         while question.answer is None:
             await self._wait(question, asked)
         if isinstance(question.answer, Refusal):
-            raise RemoteAccessError(self._control.peer, op, _entry_text(entries, question.answer))
-        return {index: runs for index, runs in question.answer.runs.items() if index in asked}
-
-    async def _until_stored(self, question: _Question, asked: Mapping[int, QueuePair]) -> None:
-        while not question.is_stored:
-            await self._wait(question, asked)
+            raise RemoteAccessError(self._control.peer, ask.op, _entry_text(ask.entries, question.answer))
+        return question.answer
 
     async def _wait(self, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         if self._closed or not any(queue_pair.is_usable for queue_pair in asked.values()):
@@ -326,35 +383,35 @@ class VerbsEndpoint:
     async def _move(
         self,
         asked: Mapping[int, QueuePair],
-        op: str,
-        pieces: Sequence[Piece],
+        spans: Sequence[Span],
         runs: Mapping[int, Sequence[Run]],
-        number: int,
         deadline: float,
     ) -> dict[int, int]:
         """Bytes by lane."""
-        spans: list[Span] = [(address_of(piece.local), len(piece.local)) for piece in pieces if piece.local]
         total = sum(length for _, length in spans)
         if any(sum(run.length for run in granted) != total for granted in runs.values()):
             raise self._protocol("a grant of another length than was asked for")
         if not total:
             return {}
-        is_pull = op == "pull"
-        access = Access.LOCAL_WRITE if is_pull else Access.NONE
-        opcode = Opcode.READ if is_pull else Opcode.WRITE
         with contextlib.ExitStack() as stack:
-            local = {
-                adapter: stack.enter_context(registered(adapter, self._known(adapter), spans, access))
-                for adapter in {self.lanes.lanes[index].adapter for index in runs}
-            }
+            local = self._registered(stack, runs, spans, Access.LOCAL_WRITE)
             works: dict[int, list[Work]] = {}
             for index, granted in runs.items():
                 lane = self.lanes.lanes[index]
                 if lane.queue_pair is asked[index] and lane.is_usable:
-                    works[index] = aligned(opcode, sges_of(local[lane.adapter], spans), granted)
+                    works[index] = aligned(Opcode.READ, sges_of(local[lane.adapter], spans), granted)
             if not works:
                 raise self._all_broke(asked)
-            return await self.lanes.carry(works, None if is_pull else number, deadline)
+            return await self.lanes.carry(works, None, deadline)
+
+    def _registered(
+        self, stack: contextlib.ExitStack, lanes: Iterable[int], spans: Sequence[Span], access: Access
+    ) -> dict[Adapter, list[Registration]]:
+        """What holds the spans, on the devices of these lanes, as long as `stack` is. Raises RdmaLimit."""
+        return {
+            adapter: stack.enter_context(registered(adapter, self._known(adapter), spans, access))
+            for adapter in {self.lanes.lanes[index].adapter for index in lanes}
+        }
 
     def _known(self, adapter: Adapter) -> list[Registration]:
         landings = [registrations for _, registrations in self._landings.values()]
@@ -364,7 +421,7 @@ class VerbsEndpoint:
 
     def _broke(self, lane: Lane) -> None:
         for question in self._questions.values():
-            question.changed.set()
+            question.change()
         self._change()
 
     def _change(self) -> None:
@@ -482,12 +539,9 @@ class VerbsEndpoint:
 
     def _hear(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
-            case Granted(number) | Refusal(number):
+            case Granted(number) | Refusal(number) | Ended(number):
                 if number in self._questions:
                     self._questions[number].answered(message)
-            case Stored(number):
-                if number in self._questions:
-                    self._questions[number].stored()
             case Rejoined():
                 self._rejoined(message)
             case Broken(number):
@@ -518,7 +572,7 @@ class VerbsEndpoint:
         for region, _ in self._landings.values():
             region.close()
         for question in self._questions.values():
-            question.changed.set()
+            question.change()
         self._change()
 
 
@@ -551,7 +605,7 @@ def _scratch(adapter: Adapter) -> Sge:
 def prepared(adapter: Adapter, scratch: Sge, on_push: Callable[[Received], None]) -> QueuePair:
     """A queue pair ready to be connected, with receives for the immediates of pushes."""
     queue_pair = adapter.queue_pair(
-        send_depth=SEND_DEPTH, receive_depth=MAX_PUSHES, access=Access.REMOTE_WRITE
+        send_depth=SEND_DEPTH, receive_depth=MAX_PUSHES, access=Access.REMOTE_READ | Access.REMOTE_WRITE
     )
 
     def arrived(received: Received) -> None:

@@ -1,8 +1,8 @@
 """The node's end of one host's verbs link: serves its asks, pushes into its landings, replaces its queue pairs.
 
-Theory of operation: see `dpurt.fabric.verbs`. Each ask is a task that holds the AccessCheck's word and the windows, on each
-lane the host named, until the host is done, its time is up, or the last of these lanes is gone; windows die before the
-AccessCheck is told so.
+Theory of operation: see `dpurt.fabric.verbs`. Each ask is a task that holds the AccessCheck's word. For a pull it also holds the
+windows, on each lane the host named, until the host is done, its time is up, or the last of these lanes is gone; windows die
+before the AccessCheck is told so. For a store it READs the host's memory, into the place of the bytes.
 
 Leaves to others: opening links and who has one (`dpurt.fabric.verbs`).
 """
@@ -28,6 +28,7 @@ from dpurt.fabric.verbs_control import (
     Broken,
     Control,
     Done,
+    Ended,
     Granted,
     Join,
     Landing,
@@ -38,14 +39,13 @@ from dpurt.fabric.verbs_control import (
     Rejoin,
     Rejoined,
     Run,
-    Stored,
 )
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
 from dpurt.fabric.verbs_memory import NodeRail
 from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
 from dpurt.rdma.device import is_up
 from dpurt.rdma.memory import Access, Registration, Segment, Window, address_of
-from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, QueuePairAddress, Received
+from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, QueuePairAddress, Sge, Work
 
 __all__ = ["NodeSide", "VerbsLimits", "VerbsLink", "cut"]
 
@@ -87,41 +87,31 @@ class NodeSide(Protocol):
 
 @dataclass(slots=True)
 class _Grant:
-    """An ask being served. `lanes`: those it is open on; `told`: lanes whose immediate came; `carried`: bytes by lane, as the
-    host says.
+    """An ask being served. `lanes`: those it is open on; `carried`: bytes by lane, of a pull as the host says; `fetching`: of a
+    store.
     """
 
     op: str
     total: int
     lanes: set[int]
-    is_single: bool = False  # granted on one lane: then a store's immediate says it all
-    told: set[int] = field(default_factory=set)
     carried: dict[int, int] | None = None
     over: trio.Event = field(default_factory=trio.Event)
+    fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_ok: bool = False
 
     def end(self, *, is_ok: bool) -> None:
         if not self.over.is_set():
             self.is_ok = is_ok
             self.over.set()
+            self.fetching.cancel()
 
     def done(self, message: Done) -> None:
-        self.carried = message.carried
-        if message.is_ok and self.op == "store":
-            self.check_stored()
+        """The host is done with a pull, or waits for its store no longer."""
+        if self.op == "store":
+            self.end(is_ok=False)
         else:
+            self.carried = message.carried
             self.end(is_ok=message.is_ok)
-
-    def tell(self, lane: int) -> None:
-        """The lane's immediate came: what it carried of a store is in memory."""
-        self.told.add(lane)
-        if self.is_single:
-            self.carried = {lane: self.total}
-        self.check_stored()
-
-    def check_stored(self) -> None:
-        if self.op == "store" and self.carried is not None and set(self.carried) <= self.told:
-            self.end(is_ok=True)
 
 
 @dataclass(slots=True)
@@ -220,13 +210,11 @@ class VerbsLink:
         """A new queue pair for the lane, to be connected to `peer`. Raises RdmaLimit, QueuePairError."""
         made = lane.adapter.queue_pair(
             send_depth=self._limits.send_depth,
-            receive_depth=self._limits.max_asks,
+            receive_depth=0,
             access=Access.REMOTE_READ | Access.REMOTE_WRITE | Access.MW_BIND,
         )
         try:
             made.prepare()
-            for _ in range(self._limits.max_asks):
-                self._expect_immediate(lane, made)
         except BaseException:
             made.destroy()
             raise
@@ -234,21 +222,8 @@ class VerbsLink:
         self._windows[lane.index] = set()
         return made
 
-    def _expect_immediate(self, lane: Lane, queue_pair: QueuePair) -> None:
-        def arrived(received: Received) -> None:
-            if received.is_ok:
-                self._expect_immediate(lane, queue_pair)
-                self._told(lane.index, received.immediate)
-
-        queue_pair.post_receive(self._rail(lane).memory.nothing, arrived)
-
     def _rail(self, lane: Lane) -> NodeRail:
         return self._node.rails[lane.rail]
-
-    def _told(self, lane: int, number: int) -> None:
-        grant = self._grants.get(number)
-        if grant is not None:
-            grant.tell(lane)
 
     def _ready(self, index: int) -> None:
         """The host saw bytes pass: so can ours."""
@@ -391,6 +366,11 @@ class VerbsLink:
             raise self._protocol(f"an ask for {total} bytes in {len(ask.entries)} ranges")
         for lane in ask.lanes:
             self._lane(lane)
+        sources = ask.runs.values() if ask.op == "store" else ()
+        if any(sum(run.length for run in runs) != total for runs in sources):
+            raise self._protocol("a store whose runs are not as long as its ranges")
+        if any(len(runs) > 2 * frames.max_entries for runs in sources):  # twice: registrations have ends, too
+            raise self._protocol("a store from too many places")
         return total
 
     # --- pulls and stores ---
@@ -398,22 +378,27 @@ class VerbsLink:
     async def _serve_ask(self, ask: Ask, grant: _Grant) -> None:
         try:
             with self._node.claim(self.session, ask.op, ask.entries):
-                await self._serve_claimed(ask, grant)
+                serve = self._fetch if ask.op == "store" else self._serve_pull
+                await serve(ask, grant)
         except Refused as refusal:
             self._node.stats.refused += 1
             self._control.post(Refusal(ask.number, refusal.index, refusal.reason))
         except RdmaLimit as limit:
             self._control.post(Refusal(ask.number, 0, str(limit)))
-        except QueuePairError:
-            pass  # the host finds out by its own
+        except QueuePairError as error:
+            self._end(ask, is_ok=False, why=str(error))
         else:
             if grant.is_ok:
                 self._count(grant)
-                if ask.op == "store":
-                    self._control.post(Stored(ask.number))
+            self._end(ask, is_ok=grant.is_ok)
         finally:
             del self._grants[ask.number]
             self._asking.release()
+
+    def _end(self, ask: Ask, *, is_ok: bool, why: str = "") -> None:
+        """Of a pull that failed the host finds out by its own."""
+        if ask.op == "store":
+            self._control.post(Ended(ask.number, is_ok, why))
 
     def _count(self, grant: _Grant) -> None:
         self._node.stats.count(grant.op, grant.total)
@@ -424,7 +409,38 @@ class VerbsLink:
             else:
                 stats.bytes_out += num_bytes
 
-    async def _serve_claimed(self, ask: Ask, grant: _Grant) -> None:
+    async def _fetch(self, ask: Ask, grant: _Grant) -> None:
+        """READ what the host stores, into its place. After this no device touches that place."""
+        if grant.total:
+            with contextlib.ExitStack() as stack, grant.fetching:
+                works = {
+                    index: self._reads(self._lane(index), ask, stack)
+                    for index in ask.lanes
+                    if index in ask.runs and self._lane(index).is_usable
+                }
+                if not works:
+                    raise QueuePairError(self._control.peer, "closed", "none of the lanes is usable")
+                for index in works:
+                    self._lane(index).adapter.expect()
+                assert self._group is not None, "an open link has lanes"
+                deadline = self._limits.pace.deadline(grant.total)
+                grant.carried = await self._group.carry(works, None, deadline)
+        if grant.carried is not None or not grant.total:
+            grant.end(is_ok=True)
+
+    def _reads(self, lane: Lane, ask: Ask, stack: contextlib.ExitStack) -> list[Work]:
+        """All of a store on one lane, whose memory stays registered as long as `stack` is."""
+        memory = self._rail(lane).memory
+        registrations = stack.enter_context(memory.using({entry[0] for entry in ask.entries if entry[2]}))
+        local = [
+            Sge(segment.address, segment.length, segment.chunk.lkey)
+            for entry in ask.entries
+            if entry[2]
+            for segment in _segments(registrations[entry[0]], entry)
+        ]
+        return aligned(Opcode.READ, local, ask.runs[lane.index])
+
+    async def _serve_pull(self, ask: Ask, grant: _Grant) -> None:
         async with contextlib.AsyncExitStack() as stack:
             runs: dict[int, list[Run]] = {}
             for lane in [self._lane(index) for index in ask.lanes]:
@@ -432,7 +448,6 @@ class VerbsLink:
             grant.lanes &= set(runs)
             if not grant.lanes:
                 raise QueuePairError(self._control.peer, "closed", "none of the lanes is usable")
-            grant.is_single = len(runs) == 1
             self._control.post(Granted(ask.number, runs))
             for index in runs:
                 self._lane(index).adapter.expect()
@@ -480,7 +495,7 @@ class VerbsLink:
         opened = self._windows[lane.index]  # of this queue pair: another's begins anew
         windows: dict[tuple[int, int], Window] = {}
         try:
-            await self._bind(lane, ask.op, wanted, windows)
+            await self._bind(lane, wanted, windows)
             yield [
                 Run(segment.address, segment.length, windows[_window_of(entry, segment)].rkey)
                 for entry, segment in wanted
@@ -493,12 +508,10 @@ class VerbsLink:
     async def _bind(
         self,
         lane: Lane,
-        op: str,
         wanted: Sequence[tuple[Entry, Segment]],
         windows: dict[tuple[int, int], Window],
     ) -> None:
         """One window for each lease (and chunk), from the first byte asked for to the last."""
-        access = Access.REMOTE_READ if op == "pull" else Access.REMOTE_WRITE
         extents: dict[tuple[int, int], Segment] = {}
         for entry, segment in wanted:
             name = _window_of(entry, segment)
@@ -507,7 +520,7 @@ class VerbsLink:
             windows[name] = lane.adapter.window()
             self._windows[lane.index].add(windows[name])
         binds = [
-            Bind(windows[name], extent.chunk, extent.address, extent.length, access)
+            Bind(windows[name], extent.chunk, extent.address, extent.length, Access.REMOTE_READ)
             for name, extent in extents.items()
         ]
         if lane.queue_pair is None:

@@ -6,18 +6,14 @@ Leaves to others: who may use them; windows (`dpurt.fabric.verbs_link`).
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dpurt.fabric import MemoryRegion
 from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, Registration, address_of
-from dpurt.rdma.queue_pair import Sge
 
 __all__ = ["ArenaMemory", "NodeRail", "RailStats"]
-
-SCRATCH_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -67,14 +63,6 @@ class ArenaMemory:
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._offered: dict[int, _Offered] = {}
-        scratch = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
-        self._scratch = adapter.register(address_of(scratch), SCRATCH_BYTES, Access.LOCAL_WRITE, scratch)
-
-    @property
-    def nothing(self) -> Sge:
-        """For receives of an immediate: no byte lands here, but an element there must be."""
-        [segment] = self._scratch.segments(self._scratch.address, 8)
-        return Sge(segment.address, 8, segment.chunk.lkey)
 
     def offer(self, region: MemoryRegion, *, is_inbound: bool) -> None:
         self._offered[region.region_id] = _Offered(region, is_inbound)
@@ -97,10 +85,10 @@ class ArenaMemory:
         return offered.registration
 
     def _access(self, offered: _Offered) -> Access:
-        """No more than is needed: with windows, nothing for anybody but through them."""
+        """No more than is needed: with windows, nothing for anybody but through them; nobody else ever writes here."""
         if self._adapter.device.limits.has_windows:
             return Access.LOCAL_WRITE | Access.MW_BIND
-        return Access.LOCAL_WRITE | Access.REMOTE_WRITE if offered.is_inbound else Access.REMOTE_READ
+        return Access.LOCAL_WRITE if offered.is_inbound else Access.LOCAL_WRITE | Access.REMOTE_READ
 
     @contextlib.contextmanager
     def using(self, region_ids: set[int]) -> Iterator[dict[int, Registration]]:

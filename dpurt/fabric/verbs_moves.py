@@ -11,10 +11,20 @@ from dataclasses import replace
 
 from dpurt.fabric.verbs_control import Run
 from dpurt.rdma.endpoint import Adapter
-from dpurt.rdma.memory import Access, Registration
+from dpurt.rdma.memory import Access, Registration, Segment
 from dpurt.rdma.queue_pair import Opcode, Sge, Work
 
-__all__ = ["Span", "aligned", "length_of", "merged", "registered", "sges_of", "striped", "with_immediate"]
+__all__ = [
+    "Span",
+    "aligned",
+    "length_of",
+    "merged",
+    "registered",
+    "runs_of",
+    "sges_of",
+    "striped",
+    "with_immediate",
+]
 
 MAX_WORK_BYTES = 1 << 20
 _PAGE = 4096
@@ -25,9 +35,9 @@ Span = tuple[int, int]  # address, length
 def aligned(opcode: Opcode, local: Iterable[Sge], remote: Iterable[Run]) -> list[Work]:
     """One work for each stretch that is whole on both sides. Both sides have the same number of bytes."""
     works = []
-    theirs = iter(remote)
+    theirs = _joined_runs(remote)
     there = Run(0, 0, 0)
-    for here in local:
+    for here in _joined_sges(local):
         at, left = here.address, here.length
         while left:
             while not there.length:
@@ -37,6 +47,34 @@ def aligned(opcode: Opcode, local: Iterable[Sge], remote: Iterable[Run]) -> list
             at, left = at + size, left - size
             there = Run(there.address + size, there.length - size, there.key)
     return works
+
+
+def _joined_sges(local: Iterable[Sge]) -> Iterator[Sge]:
+    """Neighbours as one: a work costs more than its bytes when these are few."""
+    last: Sge | None = None
+    for sge in local:
+        if last is not None and sge.address == last.address + last.length and sge.lkey == last.lkey:
+            last = Sge(last.address, last.length + sge.length, last.lkey)
+            continue
+        if last is not None:
+            yield last
+        last = sge
+    if last is not None:
+        yield last
+
+
+def _joined_runs(remote: Iterable[Run]) -> Iterator[Run]:
+    """As `_joined_sges`."""
+    last: Run | None = None
+    for run in remote:
+        if last is not None and run.address == last.address + last.length and run.key == last.key:
+            last = Run(last.address, last.length + run.length, last.key)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
 
 
 def with_immediate(works: Sequence[Work], immediate: int) -> list[Work]:
@@ -99,9 +137,22 @@ def registered(
             registration.close()
 
 
-def sges_of(registrations: Sequence[Registration], spans: Iterable[Span]) -> Iterator[Sge]:
-    """The local elements of spans that are registered, cut where a registration's chunks end."""
+def _segments(registrations: Sequence[Registration], spans: Iterable[Span]) -> Iterator[Segment]:
+    """Spans that are registered, cut where a registration's chunks end."""
     for span in spans:
         holder = next(registration for registration in registrations if registration.holds(*span))
-        for segment in holder.segments(*span):
-            yield Sge(segment.address, segment.length, segment.chunk.lkey)
+        yield from holder.segments(*span)
+
+
+def sges_of(registrations: Sequence[Registration], spans: Iterable[Span]) -> Iterator[Sge]:
+    """Registered spans as local elements of our own works."""
+    for segment in _segments(registrations, spans):
+        yield Sge(segment.address, segment.length, segment.chunk.lkey)
+
+
+def runs_of(registrations: Sequence[Registration], spans: Iterable[Span]) -> list[Run]:
+    """Registered spans as the peer may touch them."""
+    return [
+        Run(segment.address, segment.length, segment.chunk.rkey)
+        for segment in _segments(registrations, spans)
+    ]

@@ -1,10 +1,10 @@
 """An opened RDMA device on Trio: one protection domain, one completion queue, and the task that reads it.
 
-Theory of operation. `run` is the completion task. It sleeps on the completion channel's descriptor until that says something
-or a post says `expect`. Then it polls, a scheduler pass between two looks, until nothing has come for `SPIN_S`; asks for the
-next event, looks once more (a completion may have slipped in between) and sleeps again. So a busy link is polled, also by the
-others' tasks that wait for sockets, and an idle one costs nothing. `stats` says what the polling cost. A software device is not
-polled: it would take the CPU that moves the bytes (measured on Soft-RoCE: half the rate).
+Theory of operation. `run` is the completion task. It asks for the next event, takes what is there (also what came just before
+it asked), and sleeps on the completion channel's descriptor until that says something or a post says `expect`. Then it polls, a
+scheduler pass between two looks, until nothing has come for `SPIN_S`. So a busy link is polled, also by the others' tasks that
+wait for sockets, and an idle one costs nothing. `stats` says what the polling cost. A software device is not polled: it would
+take the CPU that moves the bytes (measured on Soft-RoCE: half the rate).
 
 pyverbs does not tell the channel's descriptor, so it is found as the one that is new; and its `get_cq_event` would block with
 the interpreter's lock held, so the descriptor is made non-blocking first.
@@ -110,8 +110,11 @@ class Adapter:
         try:
             with self._scope:
                 while self._is_open:
+                    self.cq.req_notify()
+                    self._poll_all()
                     await self._sleep()
-                    await self._poll_while_busy()
+                    if self._spin_s:
+                        await self._poll_while_busy()
         except verbs().PyverbsError as error:
             self._fail(f"the device failed: {error}")
 
@@ -129,22 +132,25 @@ class Adapter:
 
     async def _sleep(self) -> None:
         with trio.CancelScope() as self._nap:
-            self.cq.req_notify()
-            if self._poll():
-                return
             try:
                 await trio.lowlevel.wait_readable(self._event_fd)
             except trio.ClosedResourceError:
                 return
             if self._is_open:  # else it was closed while we were woken, and pyverbs would not notice
-                self._take_events()
+                self._take_event()
+
+    def _take_event(self) -> None:
+        """The one that woke us. Another one, if there is, wakes us again: asking whether there is costs more, as the answer
+        is an exception.
+        """
+        self._channel.get_cq_event(self.cq)
+        self.cq.ack_events(1)
+        self.stats.events += 1
 
     def _take_events(self) -> None:
         with contextlib.suppress(verbs().PyverbsRDMAError):  # EAGAIN: that was all
             while True:
-                self._channel.get_cq_event(self.cq)
-                self.cq.ack_events(1)
-                self.stats.events += 1
+                self._take_event()
 
     async def _poll_while_busy(self) -> None:
         while self._is_open:
@@ -154,6 +160,10 @@ class Adapter:
             if now >= self._busy_until:
                 return
             await trio.lowlevel.checkpoint()
+
+    def _poll_all(self) -> None:
+        while self._is_open and self._poll() == _BATCH:
+            pass
 
     def _poll(self) -> int:
         count: int

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = ["FLUSHED", "SUCCESS", "Ended", "QpState", "QueuePairCore", "is_receive"]
 
@@ -40,8 +41,7 @@ class QpState(Enum):
 _NEXT = {QpState.RESET: QpState.INIT, QpState.INIT: QpState.RTR, QpState.RTR: QpState.RTS}
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """A post that is over: `status` is `SUCCESS`, `FLUSHED`, or what the device said."""
 
     owner: object
@@ -96,7 +96,7 @@ class QueuePairCore:
     @property
     def room(self) -> int:
         """Work requests that fit into the send queue now; none unless it is ready to send."""
-        return self.send_depth - self.num_sending if self.is_usable else 0
+        return self.send_depth - self._sent + self._retired if self.state is QpState.RTS else 0
 
     @property
     def num_sending(self) -> int:
@@ -108,7 +108,9 @@ class QueuePairCore:
         return len(self._posts)
 
     def post_send(self, owner: object, count: int) -> range:
-        """Take room for a chain of `count`; their ids. The last one must be signalled. ValueError: no room."""
+        """Take room for a chain of `count`; their ids. ValueError: no room.
+
+        The last one must be signalled, or the chain ends with the next that is."""
         if not 1 <= count <= self.room:
             raise ValueError(f"a chain of {count} does not fit: {self.room} fit, state {self.state.value}")
         first = self._sent

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -89,8 +89,7 @@ class Bind:
     access: Access
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """A receive that is over."""
 
     status: str
@@ -153,8 +152,8 @@ class QueuePair:
         self._access = access
         self._serial = serial << _SERIAL_SHIFT
         self._core = QueuePairCore(send_depth, receive_depth)
-        self._room = trio.Event()
-        self._quiet = trio.Event()
+        self._room = trio.lowlevel.ParkingLot()
+        self._quiet = trio.lowlevel.ParkingLot()
         self.number: int = handle.qp_num
         self.psn = random.SystemRandom().randrange(1 << 24)
         self.peer = "nobody"
@@ -251,7 +250,7 @@ class QueuePair:
                 return
             room = min(self._core.room, CHAIN)
             if not room:
-                await self._room.wait()
+                await self._room.park()
                 continue
             chain = works[at : at + room]
             run.flying += 1
@@ -297,17 +296,21 @@ class QueuePair:
 
     def send_request(self, local: Sge) -> Any:
         """For `repeat_send`; to be closed once. (Making one costs more than posting it.)"""
-        v = verbs()
-        return _request(v.SendWR, local, opcode=int(Opcode.SEND), send_flags=v.enums.IBV_SEND_SIGNALED)
+        return _request(verbs().SendWR, local, opcode=int(Opcode.SEND))
 
     def receive_request(self, local: Sge) -> Any:
         """For `repeat_receive`; to be closed once."""
         return _request(verbs().RecvWR, local)
 
-    def repeat_send(self, request: Any, on_ended: Callable[[str], None]) -> None:
-        """As `post_send` of this one SEND. The request may be posted again while it is under way."""
+    def repeat_send(
+        self, request: Any, on_ended: Callable[[str], None], *, is_signalled: bool = True
+    ) -> None:
+        """As `post_send` of this one SEND. The request may be posted again while it is under way. When it is not signalled,
+        its end is told, and its room free, with that of a later send that is, or when it fails.
+        """
         [wr_id] = self._core.post_send(on_ended, 1)
         request.wr_id = wr_id | self._serial
+        request.send_flags = verbs().enums.IBV_SEND_SIGNALED if is_signalled else 0
         try:
             self._handle.post_send(request)
         except verbs().PyverbsError as error:
@@ -357,11 +360,10 @@ class QueuePair:
             end.owner(end.status)
 
     def _wake(self) -> None:
-        self._room.set()
-        self._room = trio.Event()
-        if not self._core.num_sending and not self._core.num_receiving:
-            self._quiet.set()
-            self._quiet = trio.Event()
+        if self._room:
+            self._room.unpark_all()
+        if self._quiet and not self._core.num_sending and not self._core.num_receiving:
+            self._quiet.unpark_all()
 
     # --- the end ---
 
@@ -402,7 +404,7 @@ class QueuePair:
         self.fail(reason)
         with trio.move_on_after(FLUSH_S):
             while self._handle is not None and (self._core.num_sending or self._core.num_receiving):
-                await self._quiet.wait()
+                await self._quiet.park()
         self.destroy()
 
     def destroy(self) -> None:

@@ -26,7 +26,7 @@ import random
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, field
 
 from dpurt.core.arbiter import Arbiter, Budget
@@ -184,6 +184,7 @@ class _Run:
         self._future = Future(requests) if policy.is_clairvoyant else None
         self._predictors = self._make_predictors()
         self._oracle: Oracle | None = None
+        self._resident: Container[int] = ()
         if policy.eviction is not None:
             self._make_staging()
         if policy.predictors:
@@ -201,6 +202,7 @@ class _Run:
         future = self._future
         admit = (lambda b, v: future.next_use(b) < future.next_use(v)) if future else always
         self.staging = ReplayStaging(self.capacity, eviction, self._evicted, admit)
+        self._resident = self.staging.resident
 
     def _make_core(self) -> None:
         scenario = self.scenario
@@ -224,7 +226,7 @@ class _Run:
     # --- StagingView
 
     def where(self, block: int, parts_mask: int | None) -> Where:
-        if block in self.staging:
+        if block in self._resident:
             return "staging"
         if block in self._reads:
             return "in_flight"
@@ -262,11 +264,13 @@ class _Run:
 
     def _run_until(self, end: float) -> None:
         """All events before `end`; past the last arrival (end is infinite) only while a request is open."""
-        heap = self._heap
-        while heap and heap[0][0] < end and (self._open_turns or end != float("inf")):
+        heap, outbox = self._heap, self._outbox
+        is_last = end == float("inf")
+        while heap and heap[0][0] < end and (self._open_turns or not is_last):
             self._now, _, action, argument = heapq.heappop(heap)
             action(argument)
-            self._send_outbox()
+            if outbox:
+                self._send_outbox()
 
     def _at(self, when: float, action: Callable[..., None], argument: object) -> None:
         self._scheduled += 1
@@ -275,8 +279,11 @@ class _Run:
     def _send_outbox(self) -> None:
         """Tell the core what its commands, or a demand read, caused: never from inside those, where room is
         half made."""
-        while self._outbox:
-            self._tell(self._outbox.popleft())
+        outbox, core = self._outbox, self.core
+        while outbox:
+            event = outbox.popleft()
+            if core is not None:
+                self._obey(core.handle(event, self._now))
 
     def _tell(self, event: Event) -> None:
         """An event for the core, if there is one."""
@@ -291,13 +298,15 @@ class _Run:
         self._obey(self.core.tick(self._now))
 
     def _obey(self, commands: Sequence[Fetch | CancelFetch]) -> None:
-        for command in commands:
-            if isinstance(command, Fetch):
-                self._fetch(command)
-            else:
-                self._cancel(command.job)
         if commands:
+            for command in commands:
+                if isinstance(command, Fetch):
+                    self._fetch(command)
+                else:
+                    self._cancel(command.job)
             self._start_reads()
+        if self._tick_at is not None and self._tick_at <= self._now:
+            return  # no tick can come before that
         assert self.core is not None
         wakeup = self.core.next_wakeup()
         if wakeup is not None and (self._tick_at is None or wakeup < self._tick_at):
@@ -333,7 +342,7 @@ class _Run:
         counts.references += len(blocks)
         turn.time_slice.references += len(blocks)
         if turn.matched:
-            present = sum(block in self.staging for block in blocks[: turn.matched])
+            present = sum(block in self._resident for block in blocks[: turn.matched])
             counts.reusable_at_match += turn.matched
             counts.at_match += present
             turn.time_slice.reusable += turn.matched

@@ -127,7 +127,9 @@ class Oracle:
     """
 
     name = "oracle"
-    interests = frozenset({Arrived, Consumed, Stored, Demanded, Staged, FetchFailed, Evicted, Finished})
+    interests: frozenset[type[Event]] = frozenset(
+        {Arrived, Consumed, Stored, Demanded, Staged, FetchFailed, Evicted, Finished}
+    )
     BATCH = 8
 
     def __init__(

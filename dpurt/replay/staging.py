@@ -4,11 +4,18 @@ are not modelled."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
 
 from dpurt.core.eviction import EvictionPolicy
 
-Protects = Callable[[int, float], bool]  # is the block wanted soon, as of now?
 Admit = Callable[[int, int], bool]  # may `block` come if `victim` has to leave for it?
+
+
+class Protects(Protocol):
+    """Is the block wanted soon, as of now?"""
+
+    def __call__(self, block: int, now: float) -> bool: ...
 
 
 def always(block: int, victim: int) -> bool:
@@ -33,18 +40,18 @@ class ReplayStaging:
         self._on_evict = on_evict
         self._admit = admit
         self._readers: dict[int, int] = {}
-        self._resident: dict[int, bool] = {}  # block -> it came by prefetch and was not used yet
+        self.resident: dict[int, bool] = {}  # block -> it came by prefetch and was not used yet
 
     def __contains__(self, block: int) -> bool:
-        return block in self._resident
+        return block in self.resident
 
     def __len__(self) -> int:
-        return len(self._resident)
+        return len(self.resident)
 
     @property
     def has_free(self) -> bool:
         """A block may come without another leaving."""
-        return len(self._resident) + self.reserved < self.capacity
+        return len(self.resident) + self.reserved < self.capacity
 
     @property
     def available(self) -> int:
@@ -53,13 +60,14 @@ class ReplayStaging:
 
     def price(self, now: float) -> float:
         """What the block that leaves for a newcomer is worth; 0 while there is a free place."""
-        return 0.0 if self.has_free else self.policy.price(now)
+        has_free = len(self.resident) + self.reserved < self.capacity
+        return 0.0 if has_free else self.policy.price(now)
 
     def leading(self, blocks: Iterable[int]) -> int:
         """Length of the leading run that is resident."""
         count = 0
         for block in blocks:
-            if block not in self._resident:
+            if block not in self.resident:
                 break
             count += 1
         return count
@@ -69,11 +77,11 @@ class ReplayStaging:
         victim."""
         if not self.has_free:
             protects = self.protects
-            victim = self.policy.victim(now, (lambda b: protects(b, now)) if protects else None)
+            victim = self.policy.victim(now, partial(protects, now=now) if protects else None)
             if victim is None or not self._admit(block, victim):
                 return False
             self.policy.remove(victim, evicted=True)
-            del self._resident[victim]
+            del self.resident[victim]
             self._on_evict(victim)
         self.reserved += 1
         return True
@@ -86,14 +94,14 @@ class ReplayStaging:
     def land(self, block: int, now: float, by_prefetch: bool) -> None:
         """A block for which a place was reserved is here."""
         self.unreserve()
-        self._resident[block] = by_prefetch
+        self.resident[block] = by_prefetch
         self.policy.insert(block, now)
         self.policy.unhold(block)
 
     def use(self, block: int) -> bool:
         """A host asked for a resident block. True the first time if prefetch brought it."""
-        first_use_of_prefetch = self._resident[block]
-        self._resident[block] = False
+        first_use_of_prefetch = self.resident[block]
+        self.resident[block] = False
         return first_use_of_prefetch
 
     def hold(self, block: int) -> None:

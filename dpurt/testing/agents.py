@@ -92,10 +92,10 @@ class Agents:
 
     # --- what hosts do ---
 
-    def open_host(self, session: int, cells: int = 16) -> None:
-        """A session with room for so many blocks."""
+    def open_host(self, session: int, cells: int = 16, *, has_slots: bool = False) -> None:
+        """A session with room for so many blocks, on a fabric that lands stores or not."""
         self.inbound[session] = self.intake.open_session(
-            session, f"host-{session}", cells * PAYLOAD, [PAYLOAD]
+            session, f"host-{session}", cells * PAYLOAD, [PAYLOAD], has_slots=has_slots
         )
 
     def reserve(
@@ -115,10 +115,16 @@ class Agents:
         for room, block in zip(reservations, blocks, strict=True):
             if room.status == "reserved":
                 body = payload(block)
-                self.inbound[session].view[room.offset : room.offset + PAYLOAD] = body
+                self.written_to(room, session)[:] = body
                 crcs = [crc32c.crc32c(body[at : at + PART_BYTES]) for at in range(0, PAYLOAD, PART_BYTES)]
                 commits.append(m.CommitBlock(reservation=room.reservation, crcs=crcs))
         return commits
+
+    def written_to(self, room: m.Reservation, session: int = 1) -> memoryview:
+        """Where the host's bytes go."""
+        inbound = self.inbound[session]
+        region = inbound if room.region == inbound.region_id else self.region
+        return region.view[room.offset : room.offset + room.length]
 
     async def commit(
         self, commits: Sequence[m.CommitBlock], session: int = 1, timeout_s: float = 100.0
@@ -201,8 +207,11 @@ async def running_agents(
     deadline_s: float = 10.0,
     ttl_s: float = 0.0,
     eviction: str = "lru",
+    has_slots: bool = False,
 ) -> AsyncIterator[Agents]:
-    """The agents over this bdev, as large as it is, in segments of four records; hosts 1 and 2 are there."""
+    """The agents over this bdev, as large as it is, in segments of four records; hosts 1 and 2 are there, on a fabric that lands
+    stores or not.
+    """
     store = await BlockStore.open(
         bdev, capacity_bytes=bdev.info.size_bytes, segment_bytes=SEGMENT, clock=trio.current_time, deadline_s=deadline_s
     )  # fmt: skip
@@ -219,7 +228,7 @@ async def running_agents(
         state = agents.add_epoch(small_space(num_shards))
         await store.rebuild({state.fingerprint: state.layout})
         for session in (1, 2):
-            agents.open_host(session)
+            agents.open_host(session, has_slots=has_slots)
             staging.open_scope(session, session)
         async with trio.open_nursery() as nursery:
             for actor in (index, storage, staging):

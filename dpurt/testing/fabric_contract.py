@@ -258,6 +258,28 @@ async def store_changes_the_named_ranges_and_nothing_else(rig: Rig) -> None:
     await host.aclose()
 
 
+async def stores_land_in_memory_that_others_read_where_the_node_puts_them_there(rig: Rig) -> None:
+    if not rig.fabric.lands_stores:
+        return
+    session = 9
+    rig.fabric.admit(session, token_of(session), (SHARED,), (SHARED,))
+    host, reader = await rig.open(session), await rig.open()
+    expected = bytearray(rig.bytes(SHARED, 0, SIZE))
+    stored = [piece(SHARED, 777, 300_000, fill=5), piece(SHARED, 500_000, 1, fill=6)]
+    await host.store(stored, soon())
+    for one in stored:
+        expected[one.offset : one.offset + len(one.local)] = one.local
+    assert rig.bytes(SHARED, 0, SIZE) == expected
+    got = piece(SHARED, 0, SIZE)
+    await reader.pull([got], soon())
+    assert got.local == expected
+    await _refused(host, "store", piece(SHARED, 0, 10, UNKNOWN_LEASE, fill=7))
+    await _refused(reader, "store", piece(SHARED, 0, 10, fill=7))
+    assert rig.bytes(SHARED, 0, SIZE) == expected
+    await host.aclose()
+    await reader.aclose()
+
+
 async def memory_that_is_kept_is_pulled_into_and_stored_from_again_and_again(rig: Rig) -> None:
     host = await rig.open()
     memory = memoryview(mmap.mmap(-1, 2 << 20))
@@ -776,6 +798,7 @@ CASES: tuple[Case, ...] = (
     a_batch_of_many_small_pieces_arrives_in_order,
     an_empty_batch_is_no_work,
     store_changes_the_named_ranges_and_nothing_else,
+    stores_land_in_memory_that_others_read_where_the_node_puts_them_there,
     memory_that_is_kept_is_pulled_into_and_stored_from_again_and_again,
     push_is_in_the_landing_when_it_returns,
     pulls_and_pushes_run_at_the_same_time_on_one_link,

@@ -194,7 +194,7 @@ class Load(Request, tag="load"):
 
 
 class Reserve(Request, tag="reserve"):
-    """Room for storing blocks [first, first + count) of a chain, in the host's inbound region; `chained` as for a lookup."""
+    """Room for storing blocks [first, first + count) of a chain, wherever the reply says; `chained` as for a lookup."""
 
     space: Name
     request: Name

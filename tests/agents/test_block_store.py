@@ -512,6 +512,41 @@ async def test_a_read_that_times_out_keeps_its_segment_until_settled(
     assert store.reclaim_one(coldest_first) is not None
 
 
+async def test_a_run_of_records_is_one_read_and_each_is_judged_by_itself() -> None:
+    bdev = FaultyBdev(MemoryBdev(CAPACITY))
+    store, _ = await open_store(bdev)
+    offsets = await put(store, 0, 1, 2, 3)
+    store.forget(offsets[1])
+    bdev.inject(Fault(op="read", kind="corrupt", at=offsets[2] + LAYOUT.header_bytes))
+    images = [aligned_buffer(LAYOUT.record_bytes) for _ in offsets]
+    before = bdev.stats.reads
+    keys = [key_of(0), key_of(1), key_of(2), key_of(7)]
+    refused = await store.read_run(LAYOUT, offsets[0], images, keys=keys, shard=0, deadline=INF)
+    assert [error and error.reason for error in refused] == [None, "stale", "checksum", "key"]
+    assert bdev.stats.reads == before + 1
+    assert LAYOUT.payload(images[0]) == LAYOUT.payload(image_of(0))
+    assert store.reclaim_one(coldest_first) is not None, "nothing is held"
+
+
+async def test_a_run_that_times_out_keeps_its_segment_until_settled(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = FaultyBdev(MemoryBdev(CAPACITY))
+    store, _ = await open_store(bdev)
+    offsets = await put(store, 0, 1)
+    bdev.inject(Fault(op="read", kind="hang"))
+    images = [aligned_buffer(LAYOUT.record_bytes) for _ in offsets]
+    with pytest.raises(BdevTimeout) as caught:
+        await store.read_run(
+            LAYOUT, offsets[0], images, keys=[key_of(0), key_of(1)], shard=0, deadline=trio.current_time() + 1
+        )
+    assert store.reclaim_one(coldest_first) is None, "held"
+    bdev.resume()
+    await caught.value.settled()
+    await trio.testing.wait_all_tasks_blocked()
+    assert store.reclaim_one(coldest_first) is not None
+
+
 async def test_partial_reads_that_time_out_settle_as_one(autojump_clock: trio.testing.MockClock) -> None:
     layout = RecordLayout.of(make_space("wide", [4096] * 4))
     bdev = FaultyBdev(MemoryBdev(CAPACITY))

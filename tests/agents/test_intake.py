@@ -23,9 +23,20 @@ SLOW = DeviceProfile(
 )  # fmt: skip
 
 
+@pytest.fixture(params=[False, True], ids=["cells", "slots"], autouse=True)
+def has_slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the hosts are on a fabric that lands stores."""
+    monkeypatch.setitem(HOSTS, "has_slots", request.param)
+    return bool(request.param)
+
+
+HOSTS = {"has_slots": False}
+
+
 @asynccontextmanager
 async def agents_in_memory(num_slots: int = 16, num_shards: int = 1) -> AsyncIterator[Agents]:
-    async with running_agents(MemoryBdev(capacity(16)), num_slots=num_slots, num_shards=num_shards) as agents:
+    bdev = MemoryBdev(capacity(16))
+    async with running_agents(bdev, num_slots=num_slots, num_shards=num_shards, **HOSTS) as agents:
         yield agents
 
 
@@ -88,6 +99,68 @@ async def test_only_the_reserving_session_writes_and_only_its_cell() -> None:
         assert agents.intake.num_reserved == 1, "the cell stays taken while the transfer runs"
         agents.intake.end_store(room.reservation)
         assert agents.intake.num_reserved == 0
+
+
+# --- reservations that are slots ---
+
+
+async def test_bytes_land_in_the_slot_itself_and_are_there_for_readers(has_slots: bool) -> None:
+    async with agents_in_memory() as agents:
+        rooms = agents.reserve(0, 1, 2)
+        assert {room.region == agents.region.region_id for room in rooms} == {has_slots}
+        assert await agents.commit(agents.write(rooms, [0, 1, 2])) == ["stored"] * 3
+        assert agents.intake.landed == (3 if has_slots else 0)
+        acquired = await agents.acquire(0, 1, 2)
+        assert all(agents.holds(one, block) for block, one in enumerate(acquired))
+        if has_slots:
+            assert [agents.state.payload_at(one.slot) for one in acquired] == [room.offset for room in rooms]
+
+
+async def test_nothing_is_written_into_a_slot_once_its_commit_began() -> None:
+    async with agents_in_memory() as agents:
+        [room] = agents.reserve(0)
+        assert await agents.commit(agents.write([room], [0])) == ["stored"]
+        assert not agents.intake.begin_store(1, room.region, room.offset, PAYLOAD, room.reservation)
+
+
+async def test_a_commit_is_refused_while_its_slot_is_written_and_the_slot_waits_for_the_writer(
+    has_slots: bool,
+) -> None:
+    async with agents_in_memory() as agents:
+        [room] = agents.reserve(0)
+        commits = agents.write([room], [0])
+        assert agents.intake.begin_store(1, room.region, room.offset, PAYLOAD, room.reservation)
+        assert await agents.commit(commits) == ["checksum" if has_slots else "stored"]
+        await agents.until_written()
+        assert agents.pool.stats().doomed == has_slots
+        agents.intake.end_store(room.reservation)
+        agents.assert_nothing_held()
+
+
+async def test_reservations_take_a_quarter_of_staging_at_most_and_are_cells_beyond() -> None:
+    async with agents_in_memory(num_slots=8) as agents:
+        agents.open_host(3, has_slots=True)
+        rooms = agents.reserve(*range(6), session=3, owner=3)
+        is_slot = [room.region == agents.region.region_id for room in rooms]
+        assert is_slot == [True, True, False, False, False, False]
+        assert await agents.commit(agents.write(rooms, range(6), session=3), session=3) == ["stored"] * 6
+        await agents.until_written()
+        again = agents.reserve(0, 9, session=3, owner=3)
+        assert again[1].region == agents.region.region_id, "slots that were committed count no more"
+        agents.intake.end_scope(3)
+        agents.intake.close_session(3)
+        agents.assert_nothing_held()
+
+
+async def test_no_block_is_evicted_for_a_reservation_while_another_is_free() -> None:
+    async with agents_in_memory(num_slots=4) as agents:
+        agents.open_host(3, has_slots=True)
+        assert await agents.store(0, 1) == ["stored"] * 2
+        await agents.until_written()
+        agents.reserve(9, session=3, owner=3)
+        assert agents.pool.stats().evictions == 0
+        agents.intake.end_scope(3)
+        agents.intake.close_session(3)
 
 
 # --- commits ---
@@ -186,7 +259,7 @@ async def test_what_a_host_writes_after_its_commit_is_not_what_is_stored() -> No
 async def test_a_commit_longer_than_what_may_be_dirty_waits_for_the_device_in_pieces(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with running_agents(ModelledBdev(capacity(16), profile=SLOW), num_slots=4) as agents:
+    async with running_agents(ModelledBdev(capacity(16), profile=SLOW), num_slots=4, **HOSTS) as agents:
         began = trio.current_time()
         assert await agents.store(*range(10)) == ["stored"] * 10
         assert trio.current_time() - began >= 4.0, "two at a time may wait for the device"
@@ -198,7 +271,7 @@ async def test_a_commit_longer_than_what_may_be_dirty_waits_for_the_device_in_pi
 async def test_at_its_deadline_a_commit_says_no_room_for_what_the_device_held_up(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with running_agents(ModelledBdev(capacity(16), profile=SLOW), num_slots=4) as agents:
+    async with running_agents(ModelledBdev(capacity(16), profile=SLOW), num_slots=4, **HOSTS) as agents:
         commits = agents.write(agents.reserve(*range(6)), list(range(6)))
         statuses = await agents.commit(commits, timeout_s=0.5)
         assert statuses[:2] == ["stored"] * 2

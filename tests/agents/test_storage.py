@@ -75,6 +75,30 @@ async def test_demand_goes_before_writes_and_writes_before_prefetch(
         assert [ended[name] for name in ("demand2", "demand3", "prefetch4", "prefetch5")] == [1, 2, 2, 3]
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+async def test_many_blocks_side_by_side_are_few_reads_and_a_failing_one_spoils_no_other(
+    is_failing: bool,
+) -> None:
+    bdev = FaultyBdev(MemoryBdev(capacity(64)))
+    async with running_agents(bdev, workers=8, num_slots=80) as agents:
+        await agents.store_to_flash(*range(32))
+        log: Log = []
+        jobs = [read_job(agents, log, f"b{i}", *range(i + 1), is_demand=True) for i in range(32)]
+        before = bdev.stats.reads
+        if is_failing:
+            at = jobs[2].extent
+            bdev.inject(Fault(op="read", kind="error", at=at, count=2))  # in the run, and alone
+        for job in jobs:
+            agents.storage.read(job)
+        while not agents.storage.is_quiet:  # noqa: ASYNC110
+            await trio.sleep(0.001)
+        failed = ["b2 error"] if is_failing else []
+        assert sorted(name for name, _ in log) == sorted(
+            failed + [f"b{i} ok" for i in range(32) if not (is_failing and i == 2)]
+        )
+        assert bdev.stats.reads - before <= 16
+
+
 async def test_prefetch_never_takes_all_workers(autojump_clock: trio.testing.MockClock) -> None:
     async with running_agents(ModelledBdev(capacity(24), profile=SECOND), workers=4) as agents:
         await agents.store_to_flash(*range(6))

@@ -43,6 +43,7 @@ class FakeQp:
     failure: str = ""
     sends: list[Sge] = field(default_factory=list)
     receives: list[tuple[Sge, Callable[[Received], None]]] = field(default_factory=list)
+    signalled: list[bool] = field(default_factory=list)
     send_room: int = 1000
     is_destroyed: bool = False
 
@@ -57,8 +58,11 @@ class FakeQp:
     def receive_request(self, local: Sge) -> FakeRequest:
         return FakeRequest(local)
 
-    def repeat_send(self, request: FakeRequest, on_ended: Callable[[str], None]) -> None:
+    def repeat_send(
+        self, request: FakeRequest, on_ended: Callable[[str], None], *, is_signalled: bool
+    ) -> None:
         self.sends.append(request.local)
+        self.signalled.append(is_signalled)
 
     def repeat_receive(self, request: FakeRequest, on_received: Callable[[Received], None]) -> None:
         self.receives.append((request.local, on_received))
@@ -187,6 +191,16 @@ async def test_receives_are_there_before_the_controller_may_send() -> None:
 async def test_controller_that_receives_less_is_given_less_at_once() -> None:
     assert (await connected()).connection.room == SIZE - 1
     assert (await connected(accepted(4))).connection.room == 3
+
+
+async def test_only_some_capsules_report_that_they_were_sent_and_room_never_runs_out() -> None:
+    rig = await connected()
+    for command_id in [*range(SIZE - 1), *range(SIZE - 1)]:
+        rig.connection.submit(read([rig.view[:512]]))
+        rig.answer(command_id)
+    every = SIZE // 2
+    assert rig.qp.signalled == [(nth + 1) % every == 0 for nth in range(2 * (SIZE - 1))]
+    assert every + SIZE - 1 <= 2 * SIZE, "sends not reported, and commands in flight, fit in the send queue"
 
 
 async def test_rejection_by_the_controller_is_told_in_its_words() -> None:

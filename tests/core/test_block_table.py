@@ -112,16 +112,19 @@ def test_a_handle_is_stale_once_its_record_went_even_when_the_id_is_used_again()
     table = BlockTable()
     (block,) = a_chain(table, NONE, [1])
     handle = table.handles(np.array([block], np.int32))
-    assert table.resolve(handle).tolist() == [block]
+    assert table.resolve(handle).tolist() == [table.id_of(int(handle[0]))] == [block]
     table.remove(np.array([block], np.int32))
-    assert table.resolve(handle).tolist() == [NONE]
+    assert table.resolve(handle).tolist() == [table.id_of(int(handle[0]))] == [NONE]
     assert a_chain(table, NONE, [2]) == [block]
-    assert table.resolve(handle).tolist() == [NONE]
-    assert table.resolve(table.handles(np.array([block], np.int32))).tolist() == [block]
+    assert table.resolve(handle).tolist() == [table.id_of(int(handle[0]))] == [NONE]
+    again = table.handles(np.array([block], np.int32))
+    assert table.resolve(again).tolist() == [table.id_of(int(again[0]))] == [block]
 
 
 def test_a_handle_never_given_out_resolves_to_nothing() -> None:
-    assert BlockTable().resolve(np.array([0, 7 << 32 | 3, 2**31], np.int64)).tolist() == [NONE] * 3
+    never = [0, 7 << 32 | 3, 2**31]
+    assert BlockTable().resolve(np.array(never, np.int64)).tolist() == [NONE] * 3
+    assert [BlockTable().id_of(handle) for handle in never] == [NONE] * 3
 
 
 def test_a_reused_id_starts_clean() -> None:

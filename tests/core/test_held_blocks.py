@@ -68,11 +68,14 @@ class Holding(RuleBasedStateMachine):
 
     @rule(chain=chains)
     def a_prompt_is_held_as_far_as_told(self, chain: Chain) -> None:
+        """One noted after it went from amid others may lead on: its hash still stands for tokens told before."""
         parts = [chain[: i + 1] for i in range(len(chain))]
-        hbm = [part in self.told and (HostTier.HBM, part) in self.truth for part in parts]
-        both = [part in self.told and any((tier, part) in self.truth for tier in HostTier) for part in parts]
-        expected = Leading([*hbm, False].index(False), [*both, False].index(False))
-        assert self.held.leading(None, tokens(*chain)) == expected
+        hbm = [(HostTier.HBM, part) in self.truth for part in parts]
+        both = [any((tier, part) in self.truth for tier in HostTier) for part in parts]
+        found = self.held.leading(None, tokens(*chain))
+        for count, held in zip(found, (hbm, both), strict=True):
+            told = [one and part in self.told for one, part in zip(held, parts, strict=True)]
+            assert [*told, False].index(False) <= count <= [*held, False].index(False)
 
     @invariant()
     def tiers_are_as_told(self) -> None:
@@ -154,3 +157,26 @@ def test_a_part_of_a_block_is_no_block() -> None:
     held.store(None, [1], tokens(1), HostTier.HBM)
     assert held.leading(None, tokens(1)[:-1]) == Leading(0, 0)
     assert held.leading(None, tokens(1) + b"abc") == Leading(1, 1)
+
+
+def test_a_block_that_went_from_amid_others_leads_on_once_it_is_noted_again() -> None:
+    held = HeldBlocks(WIDTH)
+    held.store(None, [1, 2, 3], tokens(1, 2, 3), HostTier.HBM)
+    held.remove([2], HostTier.HBM)
+    assert held.leading(None, tokens(1, 2, 3)) == Leading(1, 1)
+    held.note(2, HostTier.CPU)
+    assert held.leading(None, tokens(1, 2, 3)) == Leading(1, 3)
+
+
+def test_single_blocks_below_each_other_become_one_segment_unless_another_begins_there() -> None:
+    held = HeldBlocks(WIDTH)
+    for block in range(1, 6):
+        held.store_one(block - 1 or None, block, tokens(block), HostTier.HBM)
+    assert len(held._below) == 1
+    held.store_one(5, 7, tokens(7), HostTier.HBM)
+    held.remove([7], HostTier.HBM)  # its tokens are still there: what comes next is no part of that
+    held.store_one(5, 8, tokens(8), HostTier.HBM)
+    held.store_one(5, 9, tokens(9), HostTier.HBM)
+    held.check_integrity()
+    for last in (8, 9):
+        assert held.leading(None, tokens(1, 2, 3, 4, 5, last)) == Leading(6, 6)

@@ -82,6 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.slots = [ModelSlot() for _ in range(self.SLOTS)]
         self.recency: list[int] = []  # mapped blocks, oldest first
         self.fills: list[tuple[int, int]] = []  # (slot, parts) in flight
+        self.reserved: list[int] = []  # slots that were, and may be still
         self.zombies: list[tuple[int, int]] = []  # abandoned, still writing
         self.leases: dict[int, ModelLease] = {}
         self.double_release = self.no_room = self.evictions = 0
@@ -195,6 +196,41 @@ class PoolMachine(RuleBasedStateMachine):
                 break
         fresh = dict.fromkeys(b for b in blocks[: len(taken)] if b not in before)
         self.recency += reversed(fresh)
+
+    @rule()
+    def reserve(self) -> None:
+        taken = self.pool.reserve(self.now)
+        try:
+            victim_slot, evicted = self.expect_new(frozenset())
+        except LookupError:
+            assert taken is None
+            self.no_room += 1
+            return
+        assert taken is not None
+        assert (taken.evicted, taken.to_fill) == (evicted, ALL)
+        if victim_slot is not None:
+            assert taken.slot == victim_slot
+            self.unmap(victim_slot)
+            self.evictions += 1
+        assert self.slots[taken.slot].block is None
+        self.slots[taken.slot].ready = set()
+        self.slots[taken.slot].generation += 1
+        self.start_fill(taken.slot, ALL)
+        self.reserved.append(taken.slot)
+
+    def is_reserved(self, slot: int) -> bool:
+        return (slot, ALL) in self.fills and self.slots[slot].block is None
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), block=st.integers(0, BLOCKS - 1))
+    def assign(self, data: st.DataObject, block: int) -> None:
+        slot = data.draw(st.sampled_from(self.reserved))
+        if not self.is_reserved(slot) or self.mapped(block) is not None:
+            return
+        self.reserved.remove(slot)
+        self.pool.assign([slot], [block], self.now)
+        self.slots[slot].block = block
+        self.recency.append(block)
 
     @rule(blocks=st.lists(st.integers(0, BLOCKS - 1), max_size=4, unique=True))
     def touch(self, blocks: list[int]) -> None:
@@ -437,6 +473,7 @@ class Recorder:
         self.rng = random.Random(seed)
         self.pool = make_pool(2, 3)
         self.seen: set[tuple[str, str, str]] = set()
+        self.reserved: list[int] = []
         self.leases: list[tuple[int, int]] = []  # (lease, slot) of all that ever were
         self.transfers: list[tuple[int, int]] = []
 
@@ -460,6 +497,18 @@ class Recorder:
         if taken is None:
             return "take", []
         return "take" if taken.evicted is None else "evict", [taken.slot]
+
+    def reserve(self) -> tuple[str, list[int]]:
+        taken = self.pool.reserve(0.0)
+        if taken is None:
+            return "reserve", []
+        self.reserved.append(taken.slot)
+        return "reserve", [taken.slot]
+
+    def assign(self) -> tuple[str, list[int]]:
+        slot = self.reserved.pop(self.rng.randrange(len(self.reserved)))
+        self.pool.assign([slot], [self.rng.randrange(4)], 0.0)
+        return "assign", [slot]
 
     def fill_done(self) -> tuple[str, list[int]]:
         return "fill_done", self.slot_call(lambda s: self.pool.fill_done(s, self.filling_part(s), 0.0))
@@ -516,7 +565,7 @@ class Recorder:
 
     def step(self) -> None:
         ops = [
-            self.take, self.take, self.fill_done, self.fill_done, self.fill_failed, self.abandon, self.settle,
+            self.take, self.take, self.reserve, self.assign, self.fill_done, self.fill_done, self.fill_failed, self.abandon, self.settle,
             self.pin, self.unpin, self.lease, self.lease, self.release, self.begin_transfer,
             self.end_transfer, self.end_transfer, self.settle_owner, self.drop,
         ]  # fmt: skip

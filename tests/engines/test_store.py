@@ -16,7 +16,15 @@ import trio
 
 from dpurt.config import Config
 from dpurt.core.identity import Space
-from dpurt.engines.store import Access, Budgets, DigestStore, NodeSettings, access_from, settings_from
+from dpurt.engines.store import (
+    Access,
+    Budgets,
+    DigestStore,
+    HookSettings,
+    NodeSettings,
+    access_from,
+    settings_from,
+)
 from dpurt.engines.store import digest_store as module
 from dpurt.errors import ConfigError
 from dpurt.node import Node
@@ -235,7 +243,7 @@ async def test_ranks_that_store_their_shards_make_a_block_whole(tmp_path: Path) 
 
 def test_settings_say_where_they_are_wrong() -> None:
     with pytest.raises(ConfigError, match=r"--extra: .*\$\.load_s"):
-        settings_from("--extra", {"load_s": -1}, NodeSettings)
+        settings_from("--extra", {"load_s": -1}, HookSettings)
     with pytest.raises(ConfigError, match=r"--extra: .*`typo`"):
         settings_from("--extra", {"typo": 1}, NodeSettings)
 

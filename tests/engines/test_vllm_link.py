@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 
+from dpurt.engines.store import Access
 from dpurt.engines.vllm.link import Link, release, shared_link, until_room
-from dpurt.engines.vllm.settings import Access, NodeSettings
+from dpurt.engines.vllm.settings import NodeSettings
 from dpurt.testing.node import running, small_config
 
 SETTINGS = NodeSettings(space="s", host="host-a", fabrics=("tcp",))
@@ -27,7 +28,7 @@ async def test_a_link_finds_its_node_by_itself_and_says_when_it_is_refused(tmp_p
     config = small_config(tmp_path)
     space = config.to_space("s")
     async with running(config) as node:
-        access = Access(node.gateway.endpoint, space.tenant, space.salt, None)
+        access = Access(node.gateway.endpoint, "host-a", ("tcp",), space.tenant, space.salt, None, None)
         good = await trio.to_thread.run_sync(Link, SETTINGS, access, space)
         bad = await trio.to_thread.run_sync(Link, SETTINGS, access, replace(space, revision="another"))
         await until(lambda: good.state == "up" and bad.state == "refused")
@@ -42,7 +43,7 @@ async def test_a_link_finds_its_node_by_itself_and_says_when_it_is_refused(tmp_p
 
 def test_both_sides_of_a_process_share_a_link_and_the_last_one_closes_it(tmp_path: Path) -> None:
     space = small_config(tmp_path).to_space("s")
-    access = Access("tcp://127.0.0.1:9", space.tenant, space.salt, None)
+    access = Access("tcp://127.0.0.1:9", "host-a", ("tcp",), space.tenant, space.salt, None, None)
     one, other = shared_link(SETTINGS, access, space), shared_link(SETTINGS, access, space)
     assert one is other
     release(one)

@@ -61,6 +61,16 @@ def test_reading_needs_the_grant_and_the_regions_consent_writing_needs_to_be_the
     assert allowed == {(5, "pull", 1), (5, "pull", 2), (5, "store", 2), (6, "pull", 1)}
 
 
+def test_a_region_without_a_writer_of_its_own_is_written_by_those_admitted_to_and_as_leases_allow():
+    made, _ = table()
+    made.admit(9, b"9" * 16, [1, 2], [1, 2])
+    with made.claim(9, "store", [(1, 0, 1, 0)]):
+        pass
+    for session, region, lease in ((9, 1, 10), (9, 2, 0), (5, 1, 0)):
+        with pytest.raises(Refused), made.claim(session, "store", [(region, 0, 1, lease)]):
+            pass
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), U64 | st.integers(90, 101), U64 | st.integers(0, 11), st.integers(0, 11))

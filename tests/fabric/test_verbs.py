@@ -49,6 +49,18 @@ def test_works_cover_both_sides_exactly_and_in_order(lengths: list[int], cuts: l
     assert merged_exactly([(w.remote_address, w.local[0].length) for w in works]) == runs_of(theirs, 10**9)
 
 
+def test_neighbours_on_both_sides_are_one_work_up_to_its_most() -> None:
+    small = 64 << 10
+    local = [Sge(1000 + i * small, small, 1) for i in range(20)]
+    remote = [Run(10**9 + i * small, small, KEY) for i in range(20)]
+    works = aligned(Opcode.READ, local, remote)
+    assert [length_of([work]) for work in works] == [MAX_WORK_BYTES, 4 * small]
+    other_keys = [Run(run.address, run.length, KEY + i % 2) for i, run in enumerate(remote)]
+    assert len(aligned(Opcode.READ, local, other_keys)) == 20, "a key opens its own range only"
+    apart = [Sge(sge.address + 8 * i, sge.length, 1) for i, sge in enumerate(local)]
+    assert len(aligned(Opcode.READ, apart, remote)) == 20
+
+
 def merged_exactly(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for address, length in spans:

@@ -123,7 +123,9 @@ async def test_blocks_are_stored_loaded_and_pushed_over_verbs(tmp_path: Path):
         await client.lookup("s", "p", tokens_of(range(4), BLOCK_TOKENS))
         pushed = await client.load_pushed("p", 0, landing, [i * PAYLOAD for i in range(4)])
         assert [block.data for block in pushed] == [payload(block) for block in range(4)]
-        stats = (await client.stats())["fabrics"]["verbs"]
+        stats = await client.stats()
+        assert stats["intake"]["landed"] == 6 * 16, "every store went straight into its slot"
+        stats = stats["fabrics"]["verbs"]
         assert (stats["bytes_pulled"], stats["bytes_stored"]) == (7 * 16 * PAYLOAD, 6 * 16 * PAYLOAD)
         assert (stats["bytes_pushed"], stats["errors"], stats["refused"]) == (4 * PAYLOAD, 0, 0)
 

@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from dpurt.engines.lmcache.identity import Layout, Spaces, digest_of
 from dpurt.engines.lmcache.tasks import Finished, Gathered
-from dpurt.engines.store import Answer, Budgets, DigestStore, NodeSettings, access_from, settings_from
+from dpurt.engines.store import Answer, Budgets, DigestStore, HookSettings, access_from, settings_from
 from dpurt.engines.store.memory import memory_at
 from dpurt.errors import ConfigError, SpaceMismatch
 
@@ -38,7 +38,7 @@ WHERE = "adapter_params"
 log = logging.getLogger("lmcache.dpurt")
 
 
-class Settings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(HookSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `adapter_params` may hold. `spaces` are names in the topology: all that LMCache's models need."""
 
     spaces: Annotated[tuple[str, ...], Meta(min_length=1)]

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageC
 from dpurt.engines.sglang.budget import LoadBudget
 from dpurt.engines.sglang.identity import PoolFacts, Ranks, digests_of, space_of, topology_table
 from dpurt.engines.sglang.pages import page_buffers
-from dpurt.engines.store import Budgets, DigestStore, NodeSettings, access_from, settings_from
+from dpurt.engines.store import Budgets, DigestStore, HookSettings, access_from, settings_from
 from dpurt.engines.store.memory import memory_at
 from dpurt.engines.store.settings import Seconds
 from dpurt.errors import ConfigError, LocalProtocolError
@@ -39,7 +39,7 @@ MAX_BATCHES = 4096  # kept for SGLang's collector between two of its visits
 log = logging.getLogger("sglang.dpurt")
 
 
-class Settings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(HookSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Our keys of the extra config. `model` and `revision` say under which name all engines know the weights.
 
     The prefetch policy and its timeouts are SGLang's own settings, and read from there.

@@ -9,6 +9,7 @@ from dpurt.engines.store.digest_store import Answer as Answer
 from dpurt.engines.store.digest_store import Budgets as Budgets
 from dpurt.engines.store.digest_store import DigestStore as DigestStore
 from dpurt.engines.store.settings import Access as Access
+from dpurt.engines.store.settings import HookSettings as HookSettings
 from dpurt.engines.store.settings import NodeSettings as NodeSettings
 from dpurt.engines.store.settings import access_from as access_from
 from dpurt.engines.store.settings import settings_from as settings_from

@@ -27,7 +27,7 @@ import trio
 
 from dpurt.client import BlockingClient, Client, LoadedBlock
 from dpurt.core.identity import Space
-from dpurt.engines.store.settings import Access, NodeSettings
+from dpurt.engines.store.settings import Access, HookSettings
 from dpurt.errors import DeadlineExceeded, DpurtError, NodeUnavailable, RemoteProtocolError, SpaceMismatch
 
 MAX_SCOPES = 64
@@ -50,7 +50,7 @@ class Budgets:
     store_s: float = 10.0
 
     @classmethod
-    def of(cls, settings: NodeSettings) -> Budgets:
+    def of(cls, settings: HookSettings) -> Budgets:
         """As the settings say."""
         return cls(settings.find_s, settings.load_s, settings.store_s)
 

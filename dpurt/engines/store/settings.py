@@ -1,4 +1,4 @@
-"""How a storage hook is told where its node is: a few keys of the engine's own JSON configuration, checked.
+"""How an adapter is told where its node is: a few keys of the engine's own JSON configuration, checked.
 
 Either `topology` names the node's TOML file (the same machine's, or a copy), and endpoint, tenant and salt come from it; or
 they are given one by one. Errors say where and what was expected.
@@ -24,7 +24,7 @@ Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class NodeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys every storage hook takes. The budgets are all an engine's thread ever waits for its node."""
+    """The keys every adapter takes: where its node is, and who we are to it."""
 
     topology: str | None = None
     endpoint: str | None = None
@@ -35,6 +35,11 @@ class NodeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     curve_pair: str | None = None  # this host's key pair, a file of `dpurt keys generate`
     curve_node: str | None = None  # the node's public key
     fabrics: tuple[Literal["shm", "verbs", "tcp"], ...] = ("shm", "verbs", "tcp")
+
+
+class HookSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Those of a storage hook. The budgets are all an engine's thread ever waits for its node."""
+
     find_s: Seconds = 0.5
     load_s: Seconds = 10.0
     store_s: Seconds = 10.0

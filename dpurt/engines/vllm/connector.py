@@ -30,12 +30,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from dpurt.core.identity import Geometry, Space
+from dpurt.engines.store import Access
 from dpurt.engines.vllm.counters import GAUGES, REASONS, add, flat
 from dpurt.engines.vllm.link import Link, release, shared_link
 from dpurt.engines.vllm.pages import Pages, UnsupportedLayout
 from dpurt.engines.vllm.plan import Step
 from dpurt.engines.vllm.scheduler import Asker
-from dpurt.engines.vllm.settings import Access, Settings, access_from, settings_from
+from dpurt.engines.vllm.settings import Settings, access_from, settings_from
 from dpurt.engines.vllm.worker import Mover
 from dpurt.errors import ConfigError
 

@@ -20,8 +20,9 @@ from typing import TypeVar
 
 from dpurt.client import BlockingClient
 from dpurt.core.identity import LayerGroup, Space
+from dpurt.engines.store import Access
 from dpurt.engines.vllm.counters import Tally
-from dpurt.engines.vllm.settings import Access, NodeSettings
+from dpurt.engines.vllm.settings import NodeSettings
 from dpurt.errors import DeadlineExceeded, DpurtError, NodeUnavailable, RemoteProtocolError, SpaceMismatch
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ with their test. Everything runs on CPUs; a prompt of 2,000 tokens takes seconds
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("DPURT_ENGINES", Path.home() / ".cache" / "dpurt-engines"))
 BLOCK = 32
 SPACE = "smollm2"
+CLOSE = 2e-3  # of a logprob: the same KV, summed in another order (a prompt in one piece, or its last tokens alone)
 GROUP = {
     "float32": 49152,
     "bfloat16": 24576,
@@ -178,6 +180,19 @@ class Node:
         }  # fmt: skip
         return offload_config(gib, [tier])
 
+    def routes(self, tokens: Sequence[int], *arguments: str) -> dict[str, Any]:
+        """What `dpurt route` answers for a prompt."""
+        command = [sys.executable, "-m", "dpurt", "route", SPACE, "--topology", str(self.topology)]
+        done = subprocess.run(
+            [*command, "--tokens", "-", "--json", "-", *arguments],
+            input=json.dumps(list(tokens)), stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        return dict(json.loads(done.stdout))
+
+    def engines(self) -> dict[str, Any]:
+        """What is known of engines' events, by rank."""
+        return dict(self._process.stats()["engines"]["ranks"])  # type: ignore[index, call-overload]
+
     def device_reads(self) -> int:
         return self._process.device_bytes().kernel_read
 
@@ -262,7 +277,26 @@ name = "localhost"
 spaces = ["{SPACE}"]
 fabrics = ["shm", "tcp"]
 inbound_bytes = "128 MiB"
+{claim.get("tables", "")}
 """
+
+
+def differences(mine: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> list[str]:
+    """Where tokens or top logprobs differ."""
+    found = []
+    for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        if one["tokens"] != other["tokens"]:
+            found.append(f"prompt {i}: tokens {one['tokens']} / {other['tokens']}")
+        for step, (a, b) in enumerate(zip(one["logprobs"], other["logprobs"], strict=True)):
+            worst = max((abs(a[t] - b[t]) for t in a.keys() & b.keys()), default=math.inf)
+            if worst > CLOSE or len(a.keys() & b.keys()) < min(len(a), len(b)) - 1:
+                found.append(f"prompt {i} step {step}: logprobs differ by {worst}")
+    return found
+
+
+@pytest.fixture(name="differences")
+def _differences() -> Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], list[str]]:
+    return differences
 
 
 @pytest.fixture(name="free_port")

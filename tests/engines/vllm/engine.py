@@ -22,6 +22,7 @@ os.environ.setdefault(
 )  # two wait for each other at barriers, for long when cores are shared
 
 from vllm import LLM, SamplingParams
+from vllm.config import KVEventsConfig
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
@@ -32,6 +33,8 @@ OUT = os.fdopen(3, "w", buffering=1)
 
 class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
+        if "kv_events_config" in arguments:
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         self.llm = LLM(enforce_eager=True, disable_log_stats=False, seed=0, **arguments)
 
     def generate(self, command: dict[str, Any]) -> dict[str, Any]:
