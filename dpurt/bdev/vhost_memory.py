@@ -125,12 +125,13 @@ def plan(pieces: _Pieces, limits: TransferLimits, memory: MemoryMap, bounce: Bou
 
 def _direct(transfer: Transfer, address: int, length: int, limits: TransferLimits) -> int:
     wanted = min(length, limits.total_bytes - transfer.length)
+    segments = transfer.segments
     step = limits.segment_bytes or wanted
-    done = 0
-    while done < wanted and len(transfer.segments) < limits.segments:
-        size = min(step, wanted - done)
-        transfer.segments.append((address + done, size))
-        done += size
+    done = min(wanted, step * (limits.segments - len(segments)))
+    if done > 0:
+        segments += [(at, step) for at in range(address, address + done, step)]
+        if rest := done % step:
+            segments[-1] = (address + done - rest, rest)
     return done
 
 

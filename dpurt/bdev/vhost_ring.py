@@ -113,7 +113,7 @@ class BlkRing(Generic[_Token]):
 
     def _prepare(self, slot: int, kind: int, offset: int) -> tuple[tuple[int, int], tuple[int, int]]:
         at = slot * _SLOT_BYTES
-        virtio_blk.pack_header(self._slots[at : at + _RANGE_AT], kind, offset)
+        virtio_blk.pack_header(self._slots, at, kind, offset)
         self._slots[at + _STATUS_AT] = virtio_blk.STATUS_NONE
         address = self._slots_address + at
         return (address, virtio_blk.HEADER_BYTES), (address + _STATUS_AT, 1)

@@ -76,6 +76,7 @@ class VhostUserBdev(QueuedBdev):
         self._close_s = close_s
         self._queue = OperationQueue(info, self._launch)
         self._session: Session[_Request] | None = session
+        self._limits = self._limits_of(session)
         self._left: set[Session[_Request]] = set()  # lost, and the back end still holds requests
         self._memories: list[DeviceMemory] = []
         self._adding = trio.Lock()
@@ -208,8 +209,14 @@ class VhostUserBdev(QueuedBdev):
                 await trio.sleep(_LAST_RETRY_S)
                 continue
             self._session = session
+            self._limits = self._limits_of(session)
             self.stats.reconnects += 1
             self._take_config(session.config)
+
+    def _limits_of(self, session: Session[_Request]) -> TransferLimits:
+        return TransferLimits(
+            self.info.max_transfer_bytes, session.max_segments, session.config.max_segment_bytes
+        )
 
     def _take_config(self, config: BlkConfig) -> None:
         """The device may have been resized."""
@@ -293,10 +300,7 @@ class VhostUserBdev(QueuedBdev):
     def _send_transfer(
         self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation
     ) -> bool:
-        limits = TransferLimits(
-            self.info.max_transfer_bytes, session.max_segments, session.config.max_segment_bytes
-        )
-        transfer = plan(operation.pieces, limits, session.memory, session.bounce)
+        transfer = plan(operation.pieces, self._limits, session.memory, session.bounce)
         request = _Request(operation, transfer.length, transfer)
         offset = operation.offset + operation.moved
         if not transfer.length or not ring.move(_KINDS[operation.kind], offset, transfer.segments, request):

@@ -281,7 +281,9 @@ class Arbiter:
 
     # --- admission
 
-    def _admit(self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan) -> None:
+    def _admit(
+        self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan
+    ) -> None:
         block, mask, need_by, said, predictor, _, _, worth = prediction
         serving = self._job_of.get((block, mask))
         if serving is None and mask is not None:  # part of a whole block that is on its way

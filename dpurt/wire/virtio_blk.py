@@ -83,9 +83,9 @@ class BlkConfig:
         )
 
 
-def pack_header(into: memoryview, kind: int, offset: int) -> None:
-    """Write a request's header; `offset` in bytes, 0 for a flush, a discard or zeroes."""
-    _HEADER.pack_into(into, 0, kind, 0, offset // SECTOR)
+def pack_header(into: memoryview, at: int, kind: int, offset: int) -> None:
+    """Write a request's header at `at`; `offset` in bytes, 0 for a flush, a discard or zeroes."""
+    _HEADER.pack_into(into, at, kind, 0, offset // SECTOR)
 
 
 def pack_range(into: memoryview, kind: int, offset: int, length: int) -> None:

@@ -40,6 +40,7 @@ _Token = TypeVar("_Token")
 _Pieces = Sequence[tuple[int, int]]
 
 _DESCRIPTOR = struct.Struct("<QIHH")  # address, length, flags, next
+_FLAGS_AT, _NEXT_AT = 32, 48  # bits in the second half of a descriptor, as one number
 _NEXT, _WRITE, _INDIRECT = 1, 2, 4
 _NO_INTERRUPT = _NO_NOTIFY = 1
 _WRAP = 0xFFFF
@@ -47,8 +48,14 @@ _LINE = 64  # what the two sides write lies on different cache lines
 
 
 @functools.cache
-def _table(count: int) -> struct.Struct:
-    return struct.Struct("<" + "QIHH" * count)
+def _table(num_readable: int, num_writable: int) -> tuple[Callable[..., None], tuple[int, ...]]:
+    """How to pack an indirect table, two numbers a descriptor; and what to add to each length: flags, and the next one."""
+    count = num_readable + num_writable
+    links = [_NEXT << _FLAGS_AT | i + 1 << _NEXT_AT for i in range(count)]
+    links[-1] = 0
+    for i in range(num_readable, count):
+        links[i] |= _WRITE << _FLAGS_AT
+    return struct.Struct("<" + "QQ" * count).pack_into, tuple(links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,8 @@ class SplitQueue(Generic[_Token]):
         self._used_ring = memory[layout.used + 4 : layout.used + 4 + 8 * size].cast("I")
         event = layout.used + 4 + 8 * size
         self._avail_event = memory[event : event + 2].cast("H")
+        self._indirect_at = layout.indirect
+        self._indirect_bytes = layout.max_indirect * _DESCRIPTOR.size
         self._free = list(range(size - 1, -1, -1))
         self._chains: dict[int, tuple[_Token, tuple[int, ...]]] = {}  # by head: published or only added
         self._added: list[int] = []  # heads not yet published
@@ -143,7 +152,7 @@ class SplitQueue(Generic[_Token]):
             raise LocalProtocolError("chain_length", f"{count} pieces in a queue of {self.layout.size}")
         if needed > len(self._free):
             return False
-        chain = tuple(self._free.pop() for _ in range(needed))
+        chain = tuple([self._free.pop() for _ in range(needed)])
         if is_indirect:
             self._write_indirect(chain[0], readable, writable)
         else:
@@ -182,17 +191,14 @@ class SplitQueue(Generic[_Token]):
     # --- inside ---
 
     def _write_indirect(self, head: int, readable: _Pieces, writable: _Pieces) -> None:
-        count = len(readable) + len(writable)
-        at = self.layout.indirect + head * self.layout.max_indirect * _DESCRIPTOR.size
-        fields: list[int] = []
-        for address, length in readable:
-            fields += (address, length, _NEXT, len(fields) // 4 + 1)
-        for address, length in writable:
-            fields += (address, length, _NEXT | _WRITE, len(fields) // 4 + 1)
-        fields[-2:] = (fields[-2] & ~_NEXT, 0)
-        _table(count).pack_into(self._memory, at, *fields)
-        whole = (self.address + at, count * _DESCRIPTOR.size, _INDIRECT, 0)
-        _DESCRIPTOR.pack_into(self._memory, head * _DESCRIPTOR.size, *whole)
+        at = self._indirect_at + head * self._indirect_bytes
+        pack, links = _table(len(readable), len(writable))
+        pieces = (*readable, *writable)
+        pack(
+            self._memory, at, *[n for (a, b), link in zip(pieces, links, strict=True) for n in (a, b | link)]
+        )
+        length = len(pieces) * _DESCRIPTOR.size
+        _DESCRIPTOR.pack_into(self._memory, head * _DESCRIPTOR.size, self.address + at, length, _INDIRECT, 0)
 
     def _write_direct(self, chain: tuple[int, ...], readable: _Pieces, writable: _Pieces) -> None:
         pieces = [(piece, 0) for piece in readable] + [(piece, _WRITE) for piece in writable]
