@@ -285,10 +285,10 @@ def _until_listening(port: int) -> None:
 # --- ingest ----------------------------------------------------------------------------------------------------------
 
 STREAMS: dict[str, tuple[Callable[[Script, list[Chain], int], Stream], int]] = {
-    "prefill, 128 blocks an event": (prefill, 120),
-    "decode, 32 events of a block a message": (decode, 300),
-    "evictions, 32 events of a block a message": (evictions, 300),
-    "evictions, 32 of as many requests a message": (scattered, 120),
+    "prefill, 128 blocks an event": (prefill, 160),
+    "decode, 32 events of a block a message": (decode, 400),
+    "evictions, 32 events of a block a message": (evictions, 600),
+    "evictions, 32 of as many requests a message": (scattered, 240),
     "mix of the three": (mixed, 200),
 }
 
@@ -409,7 +409,7 @@ def _unknown(script: Script, chain: Chain) -> list[list[Event]]:
 
 
 def run(quick: bool) -> BenchResult:
-    """Streams of some 24 to 40 thousand blocks, 7 rounds (quick: a fifth, 3 rounds)."""
+    """Streams of some 20 to 50 thousand blocks, 7 rounds (quick: a fifth, 3 rounds)."""
     rounds, size = (3, 50) if quick else (7, 250)
     has_peer = importlib.util.find_spec("dynamo") is not None
     conditions: dict[str, object] = {

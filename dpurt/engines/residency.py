@@ -16,7 +16,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
 _PLAIN_KINDS = _WHOLE_PREFIX | {None}
 _NO_EXTRAS = [None]
-_removed_as = attrgetter("medium", "group_idx")
+_medium, _hashes = attrgetter("medium"), attrgetter("block_hashes")
+_medium_and_group = attrgetter("medium", "group_idx")
 
 
 class Dialect(NamedTuple):
@@ -200,8 +201,12 @@ class Residency:
 
     def _remove_run(self, run: Iterable[BlockRemoved]) -> None:
         """Evictions come one by one, many in a row: they are entered together."""
-        for (medium, group), same in groupby(run, _removed_as):
-            self._remove([block_hash for event in same for block_hash in event.block_hashes], medium, group)
+        if self._windowed:
+            for (medium, group), same in groupby(run, _medium_and_group):
+                self._remove(list(chain.from_iterable(map(_hashes, same))), medium, group)
+        else:  # then it does not matter of which group they are
+            for medium, same in groupby(run, _medium):
+                self._remove(list(chain.from_iterable(map(_hashes, same))), medium, None)
 
     def _remove(self, hashes: list[BlockHash], medium: str | None, group: int | None) -> None:
         tier = self.engine.dialect.media.get(medium)

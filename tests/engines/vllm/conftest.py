@@ -334,7 +334,8 @@ def make_engine(model: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     def make(
         *, env: Mapping[str, str] | None = None, connected: bool | None = None, **arguments: Any
     ) -> Engine:
-        engines.append(Engine(model, tmp_path / f"engine-{len(engines)}.log", env or {}, **arguments))
+        which = arguments.pop("model", model)
+        engines.append(Engine(which, tmp_path / f"engine-{len(engines)}.log", env or {}, **arguments))
         if "kv_transfer_config" in arguments if connected is None else connected:
             engines[-1].ask(do="connected")
         return engines[-1]
