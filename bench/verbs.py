@@ -261,7 +261,11 @@ async def _idle_hosts(address: Address) -> AsyncIterator[None]:
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        assert await process.stdout.receive_some() == b"connected\n", "the idle hosts did not connect"
+        said = await process.stdout.receive_some()
+        if said != b"connected\n":
+            raise RuntimeError(
+                f"the idle hosts did not connect: {said!r}, exit status {await process.wait()}"
+            )
         yield
     finally:
         process.kill()
