@@ -261,7 +261,13 @@ async def _idle_hosts(address: Address) -> AsyncIterator[None]:
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        assert await process.stdout.receive_some() == b"connected\n", "the idle hosts did not connect"
+        said = b""
+        async for chunk in process.stdout:
+            said += chunk
+            if said.endswith(b"\n"):
+                break
+        if said != b"connected\n":
+            raise RuntimeError(f"the idle hosts did not connect: {said!r}, exit status {process.poll()}")
         yield
     finally:
         process.kill()
