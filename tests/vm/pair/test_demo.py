@@ -153,8 +153,8 @@ def check(plan: Plan, first: list[Result], second: list[Result], stats) -> None:
     assert sum(r.nvme for r in second) > 0
     assert sum(r.staging for r in second) > 0
     assert ledger_adds_up(stats)
-    assert stats["intake"]["landed"] > stats["intake"]["stored"] / 5, "no copy at commit, while slots are free"
-        "no copy at commit, as far as slots are free"
+    assert stats["intake"]["landed"] > stats["intake"]["stored"] / 5, (
+        "no copy at commit, while slots are free"
     )
     assert set(stats["fabrics"]) == {"verbs"}
     assert all(rail["bytes_out"] > 0 and rail["bytes_in"] > 0 for rail in stats["rails"].values())
