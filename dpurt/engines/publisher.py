@@ -6,6 +6,8 @@ next is applied at once. Else:
 - a higher number is a gap, seen with the very message after it: live messages are held back and a replay is asked for, from
   the last message that was applied. That one must come back as it was, or it is another generation.
 - a lower one that is known, by number and time stamp, is a repeat; any other is the first seen of a new generation.
+- after an interruption, or of a generation that had said nothing, the first live message may be one that was still on its way
+  from the generation before: the next replay begins with that one, and shows whether it is.
 - a new generation clears all that the old one said, and is read from its beginning.
 - what no replay brings back is lost: what is known is cleared (it may have been removed meanwhile) and the rest of the
   stream is followed. `is_partial` says that the publisher may hold more than is known; as long as its buffer may reach back
@@ -68,6 +70,7 @@ class _Replay:
     is_wrong: bool = False  # it turned out to be another generation's, and not from its beginning
     is_whole: bool = False  # asked for from 0, to know all again
     is_stale: bool = False  # the way was interrupted since it was asked for
+    is_confirming: bool = False  # asked for from the first message that was doubtful
 
 
 class Publisher:
@@ -91,6 +94,9 @@ class Publisher:
         self._probed_at = now
         self._may_be_whole = True  # a replay from 0 was not yet seen to lack the beginning
         self._is_unverified = False  # the way was interrupted, and no replay has shown yet what follows
+        self._doubtful: int | None = (
+            None  # a live message of this number may have been of the generation before
+        )
 
     # --- what comes in ---
 
@@ -225,9 +231,13 @@ class Publisher:
 
     def _ask(self) -> Ask:
         """From the last message applied, to see that it is the same generation; from 0 when there is none."""
-        self._replay = _Replay(is_verified=not self._next)
+        start = max((self._next or 0) - 1, 0)
+        is_confirming = self._doubtful is not None and self._doubtful <= start and bool(self._next)
+        if is_confirming and self._doubtful is not None:
+            start = self._doubtful
+        self._replay = _Replay(is_verified=not self._next, is_confirming=is_confirming)
         self.stats.replays += 1
-        return Ask(max((self._next or 0) - 1, 0))
+        return Ask(start)
 
     def _take_replayed(self, batch: KvBatch, replay: _Replay) -> None:
         if replay.is_first and replay.is_whole:
@@ -263,6 +273,10 @@ class Publisher:
             self._new_generation()  # it does not know the last message we had, or has published nothing at all
         if replay.is_wrong or not replay.is_verified or replay.is_stale:
             return self._ask()
+        if replay.is_confirming:
+            self._doubtful = None
+        if self._is_unverified or not self._next:
+            self._doubtful = self._next or 0
         self._is_unverified = False
         if self._next is None:
             self._next = 0  # it has published nothing yet
@@ -321,7 +335,7 @@ class Publisher:
 
     def _forget(self) -> None:
         self.residency.reset()
-        self._next, self.is_partial, self._is_unverified = None, False, False
+        self._next, self.is_partial, self._is_unverified, self._doubtful = None, False, False, None
         self._stamps = [(-1, 0.0)] * _REMEMBERED
 
     def _count_malformed(self, message: Malformed) -> None:

@@ -340,6 +340,27 @@ def test_a_new_process_clears_what_the_old_one_said_also_when_its_clock_is_behin
     assert one.core.stats.generations == 1
 
 
+@pytest.mark.parametrize("is_held_back", [True, False])
+def test_a_message_of_the_old_process_that_comes_after_a_restart_is_found_out_even_when_the_first_new_one_is_lost(
+    is_held_back: bool,
+) -> None:
+    one = line()
+    one.publish(stored((1,)))
+    one.restart()
+    if is_held_back:
+        one.deliver()
+        one.replay()
+    else:
+        one.replay()
+        one.deliver()
+    one.publish(stored((2,)))
+    one.under_way.clear()
+    one.publish(stored((3,)))
+    one.settle()
+    assert [one.residency.held.holds(hash_of((i,)), HostTier.HBM) for i in (1, 2, 3)] == [False, True, True]
+    assert one.core.stats.generations == 1
+
+
 def test_a_replay_that_never_comes_is_given_up_and_the_stream_goes_on() -> None:
     one = line()
     for i in range(3):
