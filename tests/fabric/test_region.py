@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 
@@ -83,6 +84,7 @@ def test_without_huge_pages_the_reason_is_kept_or_the_demand_fails():
 
 
 def test_memory_that_cannot_be_had_is_said_at_start_and_leaks_no_descriptor():
+    gc.collect()  # what earlier tests left to it
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ConfigError, match="cannot allocate"):
         MemfdRegion(1, "huge", 1 << 62, huge_pages=False)
