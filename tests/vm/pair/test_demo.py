@@ -42,7 +42,7 @@ def plan_of() -> Plan:
     """The first requests of the trace."""
     with resources.as_file(resources.files("dpurt.bench") / "traces" / TRACE) as path:
         trace = list(read_mooncake(path, REQUESTS))
-    return make_plan(trace, block_bytes=BLOCK_BYTES, staging_share=0.1, speed=4.0)
+    return make_plan(trace, block_bytes=BLOCK_BYTES, staging_share=0.25, speed=4.0)
 
 
 def topology(plan: Plan, folder: Path, hosts: dict[str, keys.KeyPair], node: keys.KeyPair) -> str:
