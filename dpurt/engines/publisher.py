@@ -232,9 +232,9 @@ class Publisher:
     def _ask(self) -> Ask:
         """From the last message applied, to see that it is the same generation; from 0 when there is none."""
         start = max((self._next or 0) - 1, 0)
-        is_confirming = self._doubtful is not None and self._doubtful <= start and bool(self._next)
-        if is_confirming and self._doubtful is not None:
-            start = self._doubtful
+        is_confirming = False
+        if self._next and self._doubtful is not None and self._doubtful <= start:
+            start, is_confirming = self._doubtful, True
         self._replay = _Replay(is_verified=not self._next, is_confirming=is_confirming)
         self.stats.replays += 1
         return Ask(start)
