@@ -66,18 +66,18 @@ class PrefetchAgent(Actor[None]):
 
     async def run(self, task_status: trio.TaskStatus[None]) -> None:
         task_status.started()
-        if self.core is None:
-            await trio.sleep_forever()
-        while True:
-            self._handle_some(self.core)
+        while (core := self.core) is not None:
+            self._handle_some(core)
             if self._events:
                 await trio.lowlevel.checkpoint()
                 continue
             self._wake = trio.Event()
-            with trio.move_on_at(self._due(self.core)):
+            with trio.move_on_at(self._due(core)):
                 await self._wake.wait()
                 continue
-            self._tick(self.core)
+            if self.core is core:
+                self._tick(core)
+        await trio.sleep_forever()
 
     def _handle_some(self, core: PrefetchCore) -> None:
         now = trio.current_time()

@@ -73,22 +73,24 @@ class FaultyBdev(QueuedBdev):
         fault = next((f for f in self._faults if f.fits(operation)), None)
         if fault is not None:
             fault.count -= 1
-        trio.lowlevel.spawn_system_task(self._serve, operation, fault)
+        trio.lowlevel.spawn_system_task(self._serve, operation, fault, self._resumed)
 
-    async def _serve(self, operation: Operation, fault: Fault | None) -> None:
+    async def _serve(self, operation: Operation, fault: Fault | None, resumed: trio.Event) -> None:
         error = None
         try:
-            await (self._carry_out(operation) if fault is None else self._misbehave(operation, fault))
+            await (
+                self._carry_out(operation) if fault is None else self._misbehave(operation, fault, resumed)
+            )
         except BdevError as problem:
             error = problem
         self._queue.answer(operation, error)
 
-    async def _misbehave(self, operation: Operation, fault: Fault) -> None:
+    async def _misbehave(self, operation: Operation, fault: Fault, resumed: trio.Event) -> None:
         match fault.kind:
             case "delay":
                 await trio.sleep(fault.delay_s)
             case "hang":
-                await self._resumed.wait()
+                await resumed.wait()
             case "error":
                 raise self._queue.failure(operation, fault.status, "injected")
             case "short":
