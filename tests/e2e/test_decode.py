@@ -220,14 +220,9 @@ async def test_a_read_that_fails_is_an_error_this_time_and_tried_again_the_next(
             await store_all(client)
             await empty_staging(node)
             await client.lookup("s", "r", tokens(*BLOCKS))
-            node.faulty.inject(
-                Fault(op="read", kind="error", count=4)
-            )  # the step's read, and the load's if that has ended
-            await client.decode_step("r", 0, 2, [3])
+            node.faulty.inject(Fault(op="read", kind="error", count=2))
             assert statuses(await take(client, [3], 2)) == ["error"]
-            node.faulty.clear()
             node.faulty.inject(Fault(op="read", kind="corrupt", count=2, at=None))
-            await client.decode_step("r", 1, 2, [5])
             assert statuses(await take(client, [5], 2)) == ["checksum"]
             node.faulty.clear()
             assert await step(client, 2, 2, [3, 4]) == ["nvme"] * 2
