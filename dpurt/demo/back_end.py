@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dpurt.demo.interrupts import interrupts_held
 from dpurt.errors import ConfigError, DpurtError
 
 PROGRAM = "qemu-storage-daemon"
@@ -51,7 +52,7 @@ class BackEnd:
         export = f"type=vhost-user-blk,id=e,node-name=disk,addr.type=unix,addr.path={self.socket},writable=on"
         file = f"driver=file,filename={self._image},node-name=disk,cache.direct=on,aio=native,discard=unmap"
         command = [PROGRAM, "--blockdev", file, "--export", export, "--pidfile", str(pid_file)]
-        with self._log.open("ab") as out:
+        with self._log.open("ab") as out, interrupts_held():
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         limit = time.monotonic() + START_S
         while not pid_file.exists():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpurt.client.admin import ask
+from dpurt.demo.interrupts import interrupts_held
 from dpurt.errors import NodeUnavailable
 from dpurt.wire import messages as m
 
@@ -122,15 +123,15 @@ class NodeProcess:
             str(ready),
             *self._options,
         ]
-        with self._log.open("ab") as out:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
+            with self._log.open("ab") as out, interrupts_held():
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
             self._wait_until(ready, began)
+            self.start_s = time.monotonic() - began
+            self.endpoint = ready.read_text()
         except BaseException:  # an interrupt too: nobody else would end it
             self.kill()
             raise
-        self.start_s = time.monotonic() - began
-        self.endpoint = ready.read_text()
 
     def _wait_until(self, ready: Path, began: float) -> None:
         assert self._process is not None
@@ -149,10 +150,10 @@ class NodeProcess:
         return device_bytes(self.stats(), observe(self.pid), owner)
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        """SIGKILL, and wait. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def terminate(self, timeout_s: float = 20.0) -> int:
         """SIGTERM, and wait for it to drain; its exit code."""

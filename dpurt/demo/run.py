@@ -16,6 +16,7 @@ import msgspec
 
 from dpurt.demo.back_end import BackEnd, back_end
 from dpurt.demo.host import Job, PlannedRequest, Result
+from dpurt.demo.interrupts import interrupts_held
 from dpurt.demo.nodes import DeviceBytes, NodeProcess, Outside, device_bytes, observe
 from dpurt.demo.plan import HOSTS, SPACE, Plan, topology_of
 from dpurt.errors import DpurtError
@@ -94,7 +95,8 @@ def _play(
         hosts: list[tuple[subprocess.Popen[bytes], Path]] = []
         try:
             for i in range(len(HOSTS)):
-                hosts.append(_start_host(plan, i, topology, node.endpoint, fabric, start_at, directory))
+                with interrupts_held():
+                    hosts.append(_start_host(plan, i, topology, node.endpoint, fabric, start_at, directory))
             crashed = None
             if way.victim is not None:
                 crashed = _crash(plan, node, daemon if way.victim == "bdev" else None, start_at)
@@ -103,6 +105,7 @@ def _play(
         finally:
             for process, _ in hosts:
                 process.kill()
+                process.wait()
         results = [msgspec.json.decode(path.read_bytes(), type=Result) for _, path in hosts]
         stats, outside, owner = node.stats(), observe(node.pid), _seen(daemon)
         exit_code = node.terminate()
