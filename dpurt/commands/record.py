@@ -62,13 +62,15 @@ def _wait(seconds: float | None) -> None:
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    # SIGINT too: a shell's background job starts with it ignored
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         time.sleep(FOR_EVER_S if seconds is None else seconds)
     except KeyboardInterrupt:
         pass
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _lint(args: argparse.Namespace) -> int:

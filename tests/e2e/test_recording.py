@@ -367,7 +367,10 @@ def test_the_command_records_until_interrupted_and_says_what_it_got(tmp_path: Pa
                 time.sleep(0.02)
             node.store("s", bytes(16 * 4 * 3))
             process.send_signal(signal.SIGINT)
-            said, _ = process.communicate(timeout=20)
+            try:
+                said, _ = process.communicate(timeout=20)
+            finally:
+                process.kill()
         assert process.returncode == 0
         assert "0 lines lost" in said
         again = subprocess.run([*command, "--seconds", "0.1"], capture_output=True, text=True, check=False)
