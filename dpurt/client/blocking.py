@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import trio
 
+from dpurt.client.buffers import Payload, Room
 from dpurt.client.mirror import IndexMirror
-from dpurt.client.trio_client import FOLLOW_S, Client, LoadedBlock, Payload, Room, connect
+from dpurt.client.trio_client import FOLLOW_S, Client, LoadedBlock, connect
 from dpurt.core.identity import Space
 from dpurt.errors import DeadlineExceeded, NodeUnavailable
 from dpurt.fabric import MemoryRegion

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from dpurt.client.trio_client import part_crcs
+from dpurt.client.buffers import part_crcs
 from dpurt.config import Config
 from dpurt.fabric import Endpoint, Piece
 from dpurt.fabric import connect as connect_fabric

@@ -28,7 +28,7 @@ from dpurt.wire import messages as m
 
 async def refusal(client: Client, request: m.Request) -> str:
     with pytest.raises(RemoteProtocolError) as caught:
-        await client._exchange(request, m.Ok, trio.current_time() + 5)
+        await client._talk.exchange(request, m.Ok, trio.current_time() + 5)
     return caught.value.code
 
 
@@ -76,7 +76,7 @@ async def test_a_hello_that_does_not_fit_is_refused_with_a_code(
     async with running(config) as node, host(node, config) as client:
         if code == "space_mismatch":
             with pytest.raises(Exception, match="vectors" if claim.epoch is None else "epoch"):
-                await client._exchange(hello, m.HelloReply, trio.current_time() + 5)
+                await client._talk.exchange(hello, m.HelloReply, trio.current_time() + 5)
         else:
             assert await refusal(client, hello) == code
         assert not node.gateway.hosts.sessions
@@ -110,8 +110,8 @@ async def test_a_probe_opens_no_scope_and_a_lookup_does(tmp_path: Path) -> None:
 async def test_ending_a_scope_frees_leases_and_reservations_before_the_answer(tmp_path: Path) -> None:
     async with node_and_host(tmp_path) as (node, client):
         await store(client, "r", 0, 1)
-        reply = await client._call(m.Load(request="r", first=0, count=2), m.LoadReply)
-        await client._call(
+        reply = await client._talk.call(m.Load(request="r", first=0, count=2), m.LoadReply)
+        await client._talk.call(
             m.Reserve(space="s", request="r", first=2, count=1, tokens=tokens(0, 1, 2)), m.ReserveReply
         )
         assert [grant.status for grant in reply.blocks] == ["ok"] * 2
@@ -197,7 +197,7 @@ async def test_a_host_that_says_bye_leaves_nothing(tmp_path: Path) -> None:
     async with running(config) as node:
         async with host(node, config) as client:
             await store(client, "r", 0)
-            await client._call(m.Load(request="r", first=0, count=1), m.LoadReply)
+            await client._talk.call(m.Load(request="r", first=0, count=1), m.LoadReply)
         await until(lambda: not node.gateway.hosts._by_number)
         assert node.staging.slabs[0].pool.stats().leases == 0
         assert not node.intake._inbound
@@ -206,8 +206,8 @@ async def test_a_host_that_says_bye_leaves_nothing(tmp_path: Path) -> None:
 async def test_a_host_whose_link_breaks_is_gone_at_once(tmp_path: Path) -> None:
     async with node_and_host(tmp_path, "tcp") as (node, client):
         await store(client, "r", 0)
-        assert client._session is not None
-        await client._session.endpoint.aclose()
+        assert client._talk.current is not None
+        await client._talk.current.endpoint.aclose()
         await until(lambda: node.gateway.hosts.ended == {"fabric link closed": 1})
         with pytest.raises(NodeUnavailable):
             await client.load("r", 0, buffers(1))

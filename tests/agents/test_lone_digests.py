@@ -47,7 +47,7 @@ async def look(client: Client, request: str, *blocks: int, will_load: bool = Tru
 async def refused(client: Client, request: m.Request) -> str:
     await client.session(trio.current_time() + 5)
     with pytest.raises(RemoteProtocolError) as caught:
-        await client._exchange(request, m.Ok, trio.current_time() + 5)
+        await client._talk.exchange(request, m.Ok, trio.current_time() + 5)
     return caught.value.message
 
 

@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from dpurt.client import Client, connect
-from dpurt.client.trio_client import part_crcs
+from dpurt.client.buffers import part_crcs
 from dpurt.config import Config
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.errors import RemoteAccessError, RemoteProtocolError

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import trio
 
-from dpurt.client import BlockingClient, Client, connect, trio_client
-from dpurt.client.trio_client import _address_from
+from dpurt.client import BlockingClient, Client, connect, conversation
+from dpurt.client.conversation import _address_from
 from dpurt.config import Config
 from dpurt.demo.nodes import NodeProcess
 from dpurt.errors import (
@@ -89,7 +89,7 @@ async def test_a_short_call_does_not_wait_for_a_long_ones_hello(tmp_path: Path) 
                 await client.lookup("s", "r", tokens(0), timeout_s=60)
 
             nursery.start_soon(long_call)
-            await until(lambda: client._waiting)
+            await until(lambda: client._talk._waiting)
             began = trio.current_time()
             with pytest.raises(NodeUnavailable):
                 await client.lookup("s", "r", tokens(0), timeout_s=BUDGET_S)
@@ -167,11 +167,11 @@ async def test_a_failure_of_an_old_session_does_not_touch_the_new_one(tmp_path: 
     config = small_config(tmp_path / "run")
     async with running(config) as node, host(node, config) as client:
         await store(client, "r", 0)
-        old = client._session
+        old = client._talk.current
         assert old is not None
-        await client._lose_session(old)
+        await client._talk.lose(old)
         await client.lookup("s", "r", tokens(0))
-        await client._lose_session(old)
+        await client._talk.lose(old)
         assert client.is_connected
 
 
@@ -238,8 +238,8 @@ async def test_a_fabric_whose_links_break_again_and_again_gives_way_for_a_while(
             for attempt in range(2):
                 assert (await client.session(trio.current_time() + 5)).fabric == "shm"
                 await client.lookup("s", f"r{attempt}", tokens(1, 2))
-                assert client._session is not None
-                client._session.endpoint.pull = breaks  # type: ignore[method-assign]
+                assert client._talk.current is not None
+                client._talk.current.endpoint.pull = breaks  # type: ignore[method-assign]
                 with pytest.raises(NodeUnavailable, match="by this test"):
                     await client.load(f"r{attempt}", 0, buffers(2))
             assert (await client.session(trio.current_time() + 5)).fabric == "tcp"
@@ -408,7 +408,7 @@ async def test_a_block_may_lie_in_several_buffers(tmp_path: Path, fabric: str, c
 async def test_memories_are_kept_by_every_new_link_beside_its_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trio_client, "KEEP_BYTES", 4096)
+    monkeypatch.setattr(conversation, "KEEP_BYTES", 4096)
     kept: list[tuple[int, int]] = []
     memory = memoryview(bytearray(10_000))
 
@@ -424,7 +424,7 @@ async def test_memories_are_kept_by_every_new_link_beside_its_calls(
         async with connect(node.gateway.endpoint, **options) as client:
             await store(client, "r", 0)
             await until(lambda: [size for _, size in kept] == [4096, 4096, 1808])
-            await client._lose_session(client._session)
+            await client._talk.lose(client._talk.current)
             await client.stats()
             await until(lambda: client.fabric_failures)
             assert len({endpoint for endpoint, _ in kept}) == 2
@@ -511,7 +511,7 @@ def test_a_closed_client_refuses_and_wakes_those_who_wait(tmp_path: Path) -> Non
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    eventually(lambda: bool(client._client._waiting))
+    eventually(lambda: bool(client._client._talk._waiting))
     client.close()
     client.close()
     waiting.join(10)

@@ -272,7 +272,7 @@ async def test_a_hint_that_contradicts_itself_is_refused(tmp_path: Path) -> None
         ):
             hint = m.Hint(request="r", kind="decode", **wrong)  # type: ignore[arg-type]
             with pytest.raises(RemoteProtocolError, match="malformed"):
-                await client._call(hint, m.Ok)
+                await client._talk.call(hint, m.Ok)
 
 
 async def test_without_decode_staging_the_attention_predictor_prefetches_ranked_parts(tmp_path: Path) -> None:

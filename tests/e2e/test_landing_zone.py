@@ -155,7 +155,7 @@ async def test_the_end_of_a_host_in_the_middle_of_placements_leaves_nothing(tmp_
         await store(client, "w", 1, 2, 3, 4)
         await written(node)
         await client.lookup("s", "r", tokens(1, 2, 3, 4))
-        await client._close()
+        await client._talk.close()
         await until(lambda: placement(node)["zones"] == 0)
         await until(lambda: sum(slab.pool.stats().leases for slab in node.staging.slabs) == 0)
         await trio.lowlevel.checkpoint()

@@ -166,7 +166,7 @@ async def test_stores_of_one_scope_may_overlap_and_come_in_any_length(tmp_path: 
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store_from, 0, 3)
-            await until(lambda: client._waiting or answers)
+            await until(lambda: client._talk._waiting or answers)
             nursery.start_soon(store_from, 3, 7)
         assert answers == {0: ["stored"] * 3, 3: ["stored"] * 4}
         assert statuses(await load(client, "r2", *range(7))) == ["ok"] * 7
@@ -315,7 +315,7 @@ async def test_a_push_beyond_the_landing_region_is_an_error_per_block_and_nothin
         message = m.Load(
             request="r", first=0, count=1, landing=m.Landing(region=landing.region_id, offsets=[1 << 40])
         )
-        reply = await client._call(message, m.LoadReply)
+        reply = await client._talk.call(message, m.LoadReply)
         assert [grant.status for grant in reply.blocks] == ["error"]
         assert reply.blocks[0].reason
         assert node.staging.slabs[0].pool.stats().leases == 0
@@ -367,11 +367,11 @@ async def test_a_bad_shard_takes_nothing_from_the_good_one(tmp_path: Path) -> No
     async with node_and_host(tmp_path, **tables) as (node, client):
         assert await client.store("s", "r", tokens(0), 0, payloads(0)) == ["stored"]
         reserve = m.Reserve(space="s", request="r1", first=0, count=1, tokens=tokens(0), shard=1)
-        [room] = (await client._call(reserve, m.ReserveReply)).blocks
+        [room] = (await client._talk.call(reserve, m.ReserveReply)).blocks
         commit = m.Commit(
             request="r1", blocks=[m.CommitBlock(reservation=room.reservation, crcs=[1, 2, 3, 4])]
         )
-        assert (await client._call(commit, m.CommitReply)).statuses == ["checksum"]
+        assert (await client._talk.call(commit, m.CommitReply)).statuses == ["checksum"]
         assert await client.store("s", "r1", tokens(0), 0, payloads(9), shard=1) == ["stored"]
         found = await client.lookup("s", "r", tokens(0))
         assert (found.matched_blocks, node.intake.stored) == (1, 2)
@@ -580,7 +580,7 @@ async def test_an_epoch_bump_hides_all_blocks_while_readers_drain(tmp_path: Path
             assert await bump(node) == 1
             assert [bytes(b.data) for b in blocks if b.data is not None] == payloads(0, 1)
             with pytest.raises(RemoteProtocolError, match="stale_epoch"):
-                await client._exchange(
+                await client._talk.exchange(
                     m.Lookup(space="s", request="r", tokens=tokens(0)), m.LookupReply, trio.current_time() + 2
                 )
             async with host(node, node.config, "host-b") as other:
@@ -593,7 +593,7 @@ async def test_an_epoch_bump_hides_all_blocks_while_readers_drain(tmp_path: Path
             assert await reasons(new, 0, 1) == ["epoch", "epoch"]
             await store(new, "r", 0, 1)
             assert statuses(await load(new, "q", 0, 1)) == ["ok"] * 2
-        await client._close()
+        await client._talk.close()
         await until(lambda: pool.stats().quarantined == 0)
 
 
@@ -788,7 +788,7 @@ async def test_a_store_that_fails_on_the_way_gives_its_reservations_back(
             raise RemoteAccessError("node", "store", "made to fail by the test")
 
         with monkeypatch.context() as patch:
-            patch.setattr(client._present().endpoint, "store", broken)
+            patch.setattr(client._talk.present().endpoint, "store", broken)
             with pytest.raises(RemoteProtocolError):
                 await client.store("s", "r1", tokens(1, 2), 0, payloads(1, 2))
         await until(lambda: node.intake.num_reserved == 0)

@@ -1,0 +1,67 @@
+"""A block's bytes in the caller's memory: one buffer, or several that it is scattered over or gathered from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import crc32c
+
+from dpurt.fabric import Piece
+from dpurt.wire import messages as m
+
+__all__ = ["Payload", "Room", "Views", "part_crcs", "pieces_of", "room_for", "views_of"]
+
+Room: TypeAlias = "memoryview | bytearray | Sequence[memoryview]"
+Payload: TypeAlias = "memoryview | bytes | Sequence[memoryview]"
+Views: TypeAlias = tuple[memoryview, ...]
+
+
+def room_for(grant: m.Grant, room: Room) -> Views:
+    """Where the bytes of a grant go. ValueError for a room that is too small or cannot be written."""
+    views = views_of(room)
+    if any(view.readonly for view in views):
+        raise ValueError("a buffer to load into must be writable")
+    size = sum([len(view) for view in views])
+    if size < grant.length:
+        raise ValueError(f"a buffer of {size} bytes for {grant.length} bytes of a block")
+    return views if size == grant.length else _head(views, grant.length)
+
+
+def views_of(buffers: Room | Payload) -> Views:
+    """A block's buffers, in order, as bytes."""
+    if isinstance(buffers, (memoryview, bytearray, bytes)):
+        buffers = (memoryview(buffers),)
+    if not all(view.c_contiguous for view in buffers):
+        raise ValueError("a block's buffer must be contiguous")
+    return tuple([view.cast("B") for view in buffers])
+
+
+def _head(views: Views, size: int) -> Views:
+    """The first `size` bytes."""
+    head = []
+    for view in views:
+        head.append(view[:size])
+        size -= len(head[-1])
+    return tuple(view for view in head if len(view))
+
+
+def pieces_of(region: int, offset: int, lease: int, views: Views) -> Iterator[Piece]:
+    """A block of a region from or to its buffers here."""
+    for view in views:
+        yield Piece(region, offset, lease, view)
+        offset += len(view)
+
+
+def part_crcs(payload: Views, part_bytes: Sequence[int]) -> list[int]:
+    """CRC-32C of each part of a payload, wherever the cuts between its buffers are."""
+    crcs, rest = [], iter(payload)
+    view = memoryview(b"")
+    for size in part_bytes:
+        crc = 0
+        while size:
+            view = view if len(view) else next(rest)
+            crc = crc32c.crc32c(view[:size], crc)
+            size, view = size - len(view[:size]), view[size:]
+        crcs.append(crc)
+    return crcs
