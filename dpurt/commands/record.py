@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import signal
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dpurt.client.admin import ask
@@ -21,7 +22,7 @@ from dpurt.replay.lint import lint
 from dpurt.wire import messages as m
 
 SHOWN = 20  # problems
-FOR_EVER_S = 1e8
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
     if args.seconds is not None and not 0 < args.seconds < math.inf:
         raise ConfigError("--seconds", f"expected a time > 0, got {args.seconds:g}")
     run_path = load_config(args.topology).node.run_path
-    begun = ask(run_path, m.Record(path=str(args.file.absolute())), m.RecordReply)
-    _wait(args.seconds)
-    ended = ask(run_path, m.Record(), m.RecordReply)
+    with _interrupts_kept():
+        begun = ask(run_path, m.Record(path=str(args.file.absolute())), m.RecordReply)
+        _wait(args.seconds)
+        ended = ask(run_path, m.Record(), m.RecordReply)
     if args.json is not None:
         write_json(args.json, ended)
         return 0
@@ -56,21 +58,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """SIGINT and SIGTERM wait for `_wait`: one that comes sooner ends the recording too, and never leaves it running."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait(seconds: float | None) -> None:
     """Until the time is over, or an interrupt, which is a normal end."""
-
-    def interrupt(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    # SIGINT too: a shell's background job starts with it ignored
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        time.sleep(FOR_EVER_S if seconds is None else seconds)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if seconds is None:
+        signal.sigwait(INTERRUPTS)
+    else:
+        signal.sigtimedwait(INTERRUPTS, seconds)
 
 
 def _lint(args: argparse.Namespace) -> int:
