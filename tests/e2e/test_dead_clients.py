@@ -72,6 +72,11 @@ async def line_from(process: trio.Process) -> str:
     return line.decode().strip()
 
 
+def num_stored(node: Node) -> int:
+    counters = node.gateway.hosts.counters.get("host-a")  # from its first session on
+    return counters.stored if counters else 0
+
+
 async def until(condition: Callable[[], bool], within_s: float) -> None:
     with trio.fail_after(within_s):
         while not condition():  # noqa: ASYNC110
@@ -148,9 +153,10 @@ async def test_a_host_killed_in_the_middle_of_storing_leaves_whole_blocks_or_non
     tmp_path: Path, fabric: str
 ) -> None:
     async with node_with_prompt(tmp_path) as node:
-        for pause in (0.05, 0.12):
+        for stored in (0, 7):
             async with doomed(node, fabric, "store") as process:
-                await trio.sleep(pause)
+                before = num_stored(node)
+                await until(lambda: num_stored(node) > before + stored, 10)  # noqa: B023
                 process.kill()
                 await until(is_free(node), AT_ONCE_S)
         async with good(node) as client:
