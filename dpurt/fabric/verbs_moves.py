@@ -30,51 +30,37 @@ MAX_WORK_BYTES = 1 << 20
 _PAGE = 4096
 
 Span = tuple[int, int]  # address, length
+_Stretch = tuple[int, int, int]  # address, length, key
 
 
 def aligned(opcode: Opcode, local: Iterable[Sge], remote: Iterable[Run]) -> list[Work]:
     """One work for each stretch that is whole on both sides. Both sides have the same number of bytes."""
     works = []
-    theirs = _joined_runs(remote)
-    there = Run(0, 0, 0)
-    for here in _joined_sges(local):
-        at, left = here.address, here.length
+    theirs = _joined((run.address, run.length, run.key) for run in remote)
+    to, room, rkey = 0, 0, 0
+    for at, left, lkey in _joined((sge.address, sge.length, sge.lkey) for sge in local):
         while left:
-            while not there.length:
-                there = next(theirs)
-            size = min(left, there.length, MAX_WORK_BYTES)
-            works.append(Work(opcode, (Sge(at, size, here.lkey),), there.address, there.key))
+            while not room:
+                to, room, rkey = next(theirs)
+            size = min(left, room, MAX_WORK_BYTES)
+            works.append(Work(opcode, (Sge(at, size, lkey),), to, rkey))
             at, left = at + size, left - size
-            there = Run(there.address + size, there.length - size, there.key)
+            to, room = to + size, room - size
     return works
 
 
-def _joined_sges(local: Iterable[Sge]) -> Iterator[Sge]:
+def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
     """Neighbours as one: a work costs more than its bytes when these are few."""
-    last: Sge | None = None
-    for sge in local:
-        if last is not None and sge.address == last.address + last.length and sge.lkey == last.lkey:
-            last = Sge(last.address, last.length + sge.length, last.lkey)
+    start = length = key = 0
+    for address, more, its_key in stretches:
+        if length and address == start + length and its_key == key:
+            length += more
             continue
-        if last is not None:
-            yield last
-        last = sge
-    if last is not None:
-        yield last
-
-
-def _joined_runs(remote: Iterable[Run]) -> Iterator[Run]:
-    """As `_joined_sges`."""
-    last: Run | None = None
-    for run in remote:
-        if last is not None and run.address == last.address + last.length and run.key == last.key:
-            last = Run(last.address, last.length + run.length, last.key)
-            continue
-        if last is not None:
-            yield last
-        last = run
-    if last is not None:
-        yield last
+        if length:
+            yield start, length, key
+        start, length, key = address, more, its_key
+    if length:
+        yield start, length, key
 
 
 def with_immediate(works: Sequence[Work], immediate: int) -> list[Work]:
