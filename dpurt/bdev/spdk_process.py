@@ -97,26 +97,38 @@ class OwnTarget:
         self.pid_path.unlink(missing_ok=True)
         return True
 
+    async def kill(self) -> None:
+        """SIGKILL and wait, for a target whose disks hold nothing of worth. Idempotent."""
+        pid = self.pid()
+        if pid is not None:
+            await _signal(pid, signal.SIGKILL)
+        self.pid_path.unlink(missing_ok=True)
+
 
 async def _terminate(pid: int, grace_s: float) -> None:
-    """Through a pidfd, so that no other process can be meant."""
     try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         with trio.fail_after(grace_s):
-            await trio.lowlevel.wait_readable(descriptor)
-        with suppress(ChildProcessError):  # its parent may be another process
-            _ended(pid)
-    except ProcessLookupError:
-        return
+            await _signal(pid, signal.SIGTERM)
     except (PermissionError, trio.TooSlowError) as error:
         why = "may not be signalled by this user" if isinstance(error, PermissionError) else "does not end"
         raise TargetFailed(
             f"process {pid}", why, f"`kill -9 {pid}` loses what is not on its disks"
         ) from error
+
+
+async def _signal(pid: int, number: signal.Signals) -> None:
+    """And wait for its end. Through a pidfd, so that no other process can be meant."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(descriptor, number)
+        await trio.lowlevel.wait_readable(descriptor)
+        with suppress(ChildProcessError):  # its parent may be another process
+            _ended(pid)
+    except ProcessLookupError:
+        return
     finally:
         os.close(descriptor)
 

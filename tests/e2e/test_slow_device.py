@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +16,8 @@ import pytest
 import trio
 
 from dpurt.bdev.modelled import ModelledBdev
-from dpurt.bdev.spdk_process import OwnTarget, TargetFailed, start_target
-from dpurt.bdev.spdk_rpc import open_spdk_rpc
+from dpurt.bdev.spdk_process import OwnTarget, start_target
+from dpurt.bdev.spdk_rpc import SpdkRpc, open_spdk_rpc
 from dpurt.client import Client
 from dpurt.core.device_model import DeviceProfile
 from dpurt.node import Node
@@ -202,18 +201,8 @@ async def run_dir() -> AsyncIterator[Path]:
     await start_target(target, binary, path / "rpc.sock", cpumask="0x1", use_huge=False, budget_s=60)
     yield path
     with trio.CancelScope(shield=True):
-        try:
-            await target.stop(10)
-        except TargetFailed:  # seen: one that had a vhost session does not always end at SIGTERM
-            kill(target)
+        await target.kill()
     shutil.rmtree(path)
-
-
-def kill(target: OwnTarget) -> None:
-    pid = target.pid()
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def spdk_bdev(run_dir: Path, path: str, delay_s: float) -> dict[str, Any]:
@@ -225,19 +214,18 @@ def spdk_bdev(run_dir: Path, path: str, delay_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+async def delay(rpc: SpdkRpc, seconds: float) -> None:
+    for latency in ("avg_read", "p99_read"):
+        change = {"delay_bdev_name": "Delay0", "latency_type": latency, "latency_us": int(1e6 * seconds)}
+        await rpc.call("bdev_delay_update_latency", change, deadline=trio.current_time() + 5)
+
+
 @pytest.mark.spdk
 @pytest.mark.parametrize("path", ["vhost-user", "nvme-tcp"])
 async def test_on_a_real_delay_bdev_too(run_dir: Path, path: str) -> None:
     async with node_on(run_dir, spdk_bdev(run_dir, path, 0.0)) as (node, client):
         async with open_spdk_rpc(run_dir / "rpc.sock") as rpc:
-            for latency in ("avg_read", "p99_read"):
-                change = {
-                    "delay_bdev_name": "Delay0",
-                    "latency_type": latency,
-                    "latency_us": int(1e6 * DELAY_S),
-                }
-                await rpc.call("bdev_delay_update_latency", change, deadline=trio.current_time() + 5)
-        await check_deadline(client, DELAY_S)
-        await client.cancel("hasty")
-        await until(lambda: not node.staging.num_flights)
-        await check_break_even(node, client)
+            await delay(rpc, DELAY_S)
+            await check_break_even(node, client)
+            await delay(rpc, 1.0)
+            await check_deadline(client, 1.0)

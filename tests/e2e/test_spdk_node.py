@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from dpurt.bdev.spdk import SpdkBdev
-from dpurt.bdev.spdk_process import OwnTarget, TargetFailed, start_target
+from dpurt.bdev.spdk_process import OwnTarget, start_target
 from dpurt.client import Client
 from dpurt.errors import BdevError
 from dpurt.node import Node
@@ -166,10 +166,7 @@ class RealTarget:
 
     async def stop(self) -> None:
         with trio.CancelScope(shield=True):
-            try:
-                await self._own.stop(10)
-            except TargetFailed:  # seen: one that had a vhost session does not always end at SIGTERM
-                self.kill()
+            await self._own.kill()
 
 
 @pytest.fixture
