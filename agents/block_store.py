@@ -328,39 +328,40 @@ class BlockStore:
         """Read whole records that lie side by side, in one operation; for each why it is refused, or None. As `read` else."""
         self._check_ready()
         log = self._log  # the one that has the hold: `start_over` makes another
-        held = [log.hold_live(offset + i * layout.record_bytes) for i in range(len(images))]
-        segments = [one[0] for one in held if one is not None]
+        held = log.hold_run(offset, len(images), layout.record_bytes)
+        if held is None:
+            return [self._nothing_there() for _ in images]
         try:
             await self._bdev.read_into(offset, images, deadline)
         except BdevTimeout as timeout:
-            for segment in segments:
-                _unhold_when_settled(log, segment, timeout)
+            _unhold_when_settled(log, held.segment, timeout)
             raise
         except BaseException:
-            for segment in segments:
-                log.unhold(segment)
+            log.unhold(held.segment)
             raise
-        for segment in segments:
-            log.unhold(segment)
+        log.unhold(held.segment)
         self._counters.bytes_read += len(images) * layout.record_bytes
+        now = self._clock()
         return [
-            self._refusal(layout, image, one, key, shard)
-            for image, one, key in zip(images, held, keys, strict=True)
+            self._refusal(layout, image, held.sequence, key, shard, now) if is_live else self._nothing_there()
+            for image, is_live, key in zip(images, held.are_live, keys, strict=True)
         ]
 
     def _refusal(
-        self, layout: RecordLayout, image: memoryview, held: tuple[int, int] | None, key: bytes, shard: int
+        self, layout: RecordLayout, image: memoryview, sequence: int, key: bytes, shard: int, now: float
     ) -> RecordError | None:
         """What is wrong with a record that was read."""
         try:
-            if held is None:
-                raise RecordError("stale", "no live record was there")
-            verify_record(image, layout, layout.all_parts, self._tag, held[1], key, shard, self._clock())
+            verify_record(image, layout, layout.all_parts, self._tag, sequence, key, shard, now)
         except RecordError as error:
             self._counters.refused[error.reason] += 1
             return error
         self._counters.reads += 1
         return None
+
+    def _nothing_there(self) -> RecordError:
+        self._counters.refused["stale"] += 1
+        return RecordError("stale", "no live record was there")
 
     def forget(self, offset: int) -> bool:
         """The record is not wanted any more; False if it was not live. Its segment is free once all of it is

@@ -86,6 +86,11 @@ class SpaceState:
         step, first = self.num_shards << NUMBER_BITS, (shard << NUMBER_BITS) + self.number
         return [handle * step + first for handle in handles]
 
+    def handles_of(self, refs: Iterable[int]) -> list[int]:
+        """The handles in refs of this state."""
+        step = self.num_shards << NUMBER_BITS
+        return [ref // step for ref in refs]
+
     def unref(self, ref: int) -> tuple[int, int]:
         """(handle, shard) of a ref of this state."""
         return divmod(ref >> NUMBER_BITS, self.num_shards)

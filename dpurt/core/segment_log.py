@@ -116,6 +116,14 @@ class Placement(NamedTuple):
     seals: bool = False
 
 
+class HeldRun(NamedTuple):
+    """Records side by side in a segment that is held once for all: which of them are live, 1 or 0 each."""
+
+    segment: int
+    sequence: int
+    are_live: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLogStats:
     """A snapshot. Bytes are whole records (payload, header, padding) unless said otherwise.
@@ -325,6 +333,19 @@ class SegmentLog:
         segment.holds += 1
         assert segment.header is not None, "a segment with live records is in use"
         return self.segment_of(offset), segment.header.sequence
+
+    def hold_run(self, offset: int, count: int, record_bytes: int) -> HeldRun | None:
+        """`hold` for a read of so many records side by side; None when none of them is live, and nothing held."""
+        located = self._locate(offset)
+        if located is None or located[0].record_bytes != record_bytes:
+            return None
+        segment, slot = located
+        are_live = bytes(segment.is_live[slot : slot + count]).ljust(count, b"\0")
+        if 1 not in are_live:
+            return None
+        segment.holds += 1
+        assert segment.header is not None, "a segment with live records is in use"
+        return HeldRun(self.segment_of(offset), segment.header.sequence, are_live)
 
     def hold(self, segment: int) -> None:
         """An operation touches the segment."""
