@@ -142,8 +142,7 @@ class _Run:
     offset: int
     opens: SegmentHeader | None
     writing: _Writing
-    images: list[memoryview]
-    length: int
+    images: Sequence[memoryview]
 
 
 class BlockStore:
@@ -273,13 +272,11 @@ class BlockStore:
         room = self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
         if room < len(images):
             raise StoreFull(len(images), room)
-        placements = [self._place(layout, group, is_reappend) for _ in images]
-        for image, placement in zip(images, placements, strict=True):
-            stamp(image, layout, self._tag, placement.sequence)
-        runs = self._runs(layout, placements, images)
+        runs = self._place(layout, images, group, is_reappend)
         with trio.CancelScope(shield=True):
             errors = await run_batch([partial(self._write_run, run, deadline) for run in runs])
-        offsets = [placement.offset for placement in placements]
+        step = layout.record_bytes
+        offsets = [run.offset + i * step for run in runs for i in range(len(run.images))]
         if errors:
             for offset in offsets:
                 self._log.forget(offset)
@@ -523,33 +520,31 @@ class BlockStore:
         if not self._is_rebuilt:
             raise LocalProtocolError("not_rebuilt", "call rebuild before append or read")
 
-    def _place(self, layout: RecordLayout, group: int, is_reappend: bool) -> Placement:
-        placement = self._log.place(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
-        assert placement is not None, "room was checked"
-        if placement.opens is not None:
-            self._writing[placement.segment] = _Writing(placement.opens)
-        return placement
-
-    def _runs(
-        self, layout: RecordLayout, placements: Sequence[Placement], images: Sequence[memoryview]
+    def _place(
+        self, layout: RecordLayout, images: Sequence[memoryview], group: int, is_reappend: bool
     ) -> list[_Run]:
-        """Group records that lie side by side, and hold their segments."""
+        """Give records their places, stamp them, and hold the segments."""
         runs: list[_Run] = []
-        for placement, image in zip(placements, images, strict=True):
-            last = runs[-1] if runs else None
-            if last is None or not _continues(last, placement, layout.record_bytes):
-                last = self._start_run(placement)
-                runs.append(last)
-            last.images.append(image[: layout.record_bytes])
-            last.length += layout.record_bytes
-            last.writing.is_full |= placement.seals
+        placed, step = 0, layout.record_bytes
+        while placed < len(images):
+            most = min(len(images) - placed, max(1, _MAX_RUN_BYTES // step))
+            placement = self._log.place(layout.fingerprint, step, group, most=most, is_reappend=is_reappend)
+            assert placement is not None, "room was checked"
+            stop = placed + placement.records
+            runs.append(self._start_run(placement, [image[:step] for image in images[placed:stop]]))
+            for image in images[placed:stop]:
+                stamp(image, layout, self._tag, placement.sequence)
+            placed = stop
         return runs
 
-    def _start_run(self, placement: Placement) -> _Run:
+    def _start_run(self, placement: Placement, images: Sequence[memoryview]) -> _Run:
+        if placement.opens is not None:
+            self._writing[placement.segment] = _Writing(placement.opens)
         writing = self._writing[placement.segment]
         writing.runs += 1
+        writing.is_full |= placement.seals
         self._log.hold(placement.segment)
-        return _Run(placement.segment, placement.offset, placement.opens, writing, [], 0)
+        return _Run(placement.segment, placement.offset, placement.opens, writing, images)
 
     async def _write_run(self, run: _Run, deadline: float) -> None:
         writing = run.writing
@@ -586,7 +581,7 @@ class BlockStore:
             if writing.is_headless:
                 why = "the header of its segment could not be written"
                 status = writing.header_failure
-                raise BdevError(self._bdev.info.name, "write", run.offset, run.length, status, why)
+                raise BdevError(self._bdev.info.name, "write", run.offset, total_bytes(run.images), status, why)
             return
         try:
             await self._write_segment_block(run.segment, run.opens, deadline)
@@ -706,11 +701,6 @@ def _unhold_when_settled(log: SegmentLog, segment: int, timeout: BdevTimeout) ->
         log.unhold(segment)
 
     trio.lowlevel.spawn_system_task(settle)
-
-
-def _continues(run: _Run, placement: Placement, record_bytes: int) -> bool:
-    is_next = placement.segment == run.segment and placement.offset == run.offset + run.length
-    return is_next and run.length + record_bytes <= _MAX_RUN_BYTES
 
 
 def _make_log(superblock: Superblock, capacity_bytes: int) -> SegmentLog:

@@ -129,6 +129,11 @@ class SpaceState:
         at = self.slab.start + slot * self.slab.stride
         return at + self.layout.header_bytes + self.layout.part_offsets[part_start]
 
+    def payload(self, slot: int) -> memoryview:
+        """The payload in a slot."""
+        at = self.payload_at(slot)
+        return self.slab.region.view[at : at + self.layout.payload_bytes]
+
     def crcs(self, slot: int, start: int, stop: int) -> list[int]:
         """See `Slab.crcs`."""
         return self.slab.crcs(slot, start, stop)

@@ -171,12 +171,11 @@ class StorageAgent(Actor[None]):
         self._finish([job], [("cancelled", None)])
         return True
 
-    def write(self, job: WriteJob) -> None:
-        """Queue a write. Those queued in one go share workers, a batch each."""
-        self._writes.append(job)
-        most = _batch_size(job.state)
-        if len(self._writes) % most == 1 % most:
-            self._wake_workers(1)
+    def write(self, jobs: Sequence[WriteJob]) -> None:
+        """Queue writes. Those queued in one go share workers, a batch each."""
+        if jobs:
+            self._writes.extend(jobs)
+            self._wake_workers(-(-len(jobs) // _batch_size(jobs[0].state)))
 
     def _wake_workers(self, count: int) -> None:
         if self._idle:

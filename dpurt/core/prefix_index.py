@@ -409,11 +409,12 @@ class PrefixIndex:
         placed = np.array(values, np.int64)
         if not (table.are_live(ids) & (placed >= 0) & (table.where[ids, column] < 0)).all():
             raise ValueError(f"shard {shard}: an id is unknown, a {what} is negative, or a block has one")
-        if not self._have_parents(ids, shard).all():
+        new = ids[~self._own_copies(table.where[ids])[:, shard]]  # the others have a parent: closure
+        if len(new) and not self._have_parents(new, shard).all():
             raise ValueError(f"shard {shard}: a block's parent is neither in staging nor on the bdev")
-        new = ids[~self._own_copies(table.where[ids])[:, shard]]
         table.where[ids, column] = placed
-        self._tell(True, new[self.are_resident(new)])
+        if len(new):
+            self._tell(True, new[self.are_resident(new)])
 
     def _have_parents(self, ids: I32, shard: int) -> Bools:
         """Whether the parent has an own copy of the shard, is about to get one with these, or need not be."""

@@ -105,8 +105,8 @@ class SegmentHeader:
 
 
 class Placement(NamedTuple):
-    """Where one record goes. `opens`: write this segment header first; `seals`: no slot is left in the
-    segment after it.
+    """Where so many `records` go, side by side from `offset` on. `opens`: write this segment header first; `seals`: no slot
+    is left in the segment after them.
     """
 
     offset: int
@@ -114,6 +114,7 @@ class Placement(NamedTuple):
     sequence: int
     opens: SegmentHeader | None = None
     seals: bool = False
+    records: int = 1
 
 
 class HeldRun(NamedTuple):
@@ -275,9 +276,17 @@ class SegmentLog:
     # --- placing and forgetting ---
 
     def place(
-        self, fingerprint: bytes, record_bytes: int, group: int = 0, *, is_reappend: bool = False
+        self,
+        fingerprint: bytes,
+        record_bytes: int,
+        group: int = 0,
+        *,
+        most: int = 1,
+        is_reappend: bool = False,
     ) -> Placement | None:
-        """Take a slot for one record, or None when a segment must be reclaimed first."""
+        """Take slots for one record, or up to `most` as long as they lie side by side; None when a segment must be
+        reclaimed first.
+        """
         if self.slots_for(record_bytes) < 1:
             raise ValueError(
                 f"a record of {record_bytes} bytes does not fit a segment of {self.segment_bytes}"
@@ -293,16 +302,17 @@ class SegmentLog:
         if segment.record_bytes != record_bytes:
             raise ValueError(f"records of this space have {segment.record_bytes} bytes, not {record_bytes}")
         slot = segment.cursor
-        segment.cursor += 1
-        segment.live += 1
-        segment.is_live[slot] = 1
-        self._account(record_bytes, is_reappend)
+        count = min(most, len(segment.is_live) - slot)
+        segment.cursor += count
+        segment.live += count
+        segment.is_live[slot : slot + count] = b"\1" * count
+        self._account(count * record_bytes, is_reappend)
         seals = segment.cursor == len(segment.is_live)
         if seals:
             self._close(segment)
         assert segment.header is not None
         return Placement(
-            self.offset_of(index, slot, record_bytes), index, segment.header.sequence, opens, seals
+            self.offset_of(index, slot, record_bytes), index, segment.header.sequence, opens, seals, count
         )
 
     def forget(self, offset: int) -> bool:
@@ -463,11 +473,11 @@ class SegmentLog:
         del self._open[segment.stream]
         segment.state = _State.FULL
 
-    def _account(self, record_bytes: int, is_reappend: bool) -> None:
+    def _account(self, num_bytes: int, is_reappend: bool) -> None:
         if is_reappend:
-            self._reappended += record_bytes
+            self._reappended += num_bytes
         else:
-            self._accepted += record_bytes
+            self._accepted += num_bytes
 
     def _free_if_dead(self, index: int) -> None:
         segment = self._segments[index]

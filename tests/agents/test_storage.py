@@ -67,7 +67,7 @@ async def test_demand_goes_before_writes_and_writes_before_prefetch(
         began = trio.current_time()
         for i in (4, 5):
             agents.storage.read([read_job(agents, log, f"prefetch{i}", *range(i + 1), is_demand=False)])
-        agents.storage.write(write_job(agents, log, "write", 50))
+        agents.storage.write([write_job(agents, log, "write", 50)])
         for i in range(4):
             agents.storage.read([read_job(agents, log, f"demand{i}", *range(i + 1), is_demand=True)])
         await trio.sleep(20)
@@ -179,7 +179,7 @@ async def test_writes_that_wait_together_go_together(autojump_clock: trio.testin
         began = trio.current_time()
         job = write_job(agents, log, "w", 0)
         for _ in range(8):
-            agents.storage.write(replace(job))
+            agents.storage.write([replace(job)])
         await trio.sleep(20)
         assert agents.storage.store.stores[0].stats().appends == before + 8
         assert max(at for _, at in log) - began < 8
