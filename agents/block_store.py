@@ -142,8 +142,7 @@ class _Run:
     offset: int
     opens: SegmentHeader | None
     writing: _Writing
-    images: list[memoryview]
-    length: int
+    images: Sequence[memoryview]
 
 
 class BlockStore:
@@ -273,13 +272,11 @@ class BlockStore:
         room = self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
         if room < len(images):
             raise StoreFull(len(images), room)
-        placements = [self._place(layout, group, is_reappend) for _ in images]
-        for image, placement in zip(images, placements, strict=True):
-            stamp(image, layout, self._tag, placement.sequence)
-        runs = self._runs(layout, placements, images)
+        runs = self._place(layout, images, group, is_reappend)
         with trio.CancelScope(shield=True):
             errors = await run_batch([partial(self._write_run, run, deadline) for run in runs])
-        offsets = [placement.offset for placement in placements]
+        step = layout.record_bytes
+        offsets = [run.offset + i * step for run in runs for i in range(len(run.images))]
         if errors:
             for offset in offsets:
                 self._log.forget(offset)
@@ -328,39 +325,40 @@ class BlockStore:
         """Read whole records that lie side by side, in one operation; for each why it is refused, or None. As `read` else."""
         self._check_ready()
         log = self._log  # the one that has the hold: `start_over` makes another
-        held = [log.hold_live(offset + i * layout.record_bytes) for i in range(len(images))]
-        segments = [one[0] for one in held if one is not None]
+        held = log.hold_run(offset, len(images), layout.record_bytes)
+        if held is None:
+            return [self._nothing_there() for _ in images]
         try:
             await self._bdev.read_into(offset, images, deadline)
         except BdevTimeout as timeout:
-            for segment in segments:
-                _unhold_when_settled(log, segment, timeout)
+            _unhold_when_settled(log, held.segment, timeout)
             raise
         except BaseException:
-            for segment in segments:
-                log.unhold(segment)
+            log.unhold(held.segment)
             raise
-        for segment in segments:
-            log.unhold(segment)
+        log.unhold(held.segment)
         self._counters.bytes_read += len(images) * layout.record_bytes
+        now = self._clock()
         return [
-            self._refusal(layout, image, one, key, shard)
-            for image, one, key in zip(images, held, keys, strict=True)
+            self._refusal(layout, image, held.sequence, key, shard, now) if is_live else self._nothing_there()
+            for image, is_live, key in zip(images, held.are_live, keys, strict=True)
         ]
 
     def _refusal(
-        self, layout: RecordLayout, image: memoryview, held: tuple[int, int] | None, key: bytes, shard: int
+        self, layout: RecordLayout, image: memoryview, sequence: int, key: bytes, shard: int, now: float
     ) -> RecordError | None:
         """What is wrong with a record that was read."""
         try:
-            if held is None:
-                raise RecordError("stale", "no live record was there")
-            verify_record(image, layout, layout.all_parts, self._tag, held[1], key, shard, self._clock())
+            verify_record(image, layout, layout.all_parts, self._tag, sequence, key, shard, now)
         except RecordError as error:
             self._counters.refused[error.reason] += 1
             return error
         self._counters.reads += 1
         return None
+
+    def _nothing_there(self) -> RecordError:
+        self._counters.refused["stale"] += 1
+        return RecordError("stale", "no live record was there")
 
     def forget(self, offset: int) -> bool:
         """The record is not wanted any more; False if it was not live. Its segment is free once all of it is
@@ -522,33 +520,31 @@ class BlockStore:
         if not self._is_rebuilt:
             raise LocalProtocolError("not_rebuilt", "call rebuild before append or read")
 
-    def _place(self, layout: RecordLayout, group: int, is_reappend: bool) -> Placement:
-        placement = self._log.place(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
-        assert placement is not None, "room was checked"
-        if placement.opens is not None:
-            self._writing[placement.segment] = _Writing(placement.opens)
-        return placement
-
-    def _runs(
-        self, layout: RecordLayout, placements: Sequence[Placement], images: Sequence[memoryview]
+    def _place(
+        self, layout: RecordLayout, images: Sequence[memoryview], group: int, is_reappend: bool
     ) -> list[_Run]:
-        """Group records that lie side by side, and hold their segments."""
+        """Give records their places, stamp them, and hold the segments."""
         runs: list[_Run] = []
-        for placement, image in zip(placements, images, strict=True):
-            last = runs[-1] if runs else None
-            if last is None or not _continues(last, placement, layout.record_bytes):
-                last = self._start_run(placement)
-                runs.append(last)
-            last.images.append(image[: layout.record_bytes])
-            last.length += layout.record_bytes
-            last.writing.is_full |= placement.seals
+        placed, step = 0, layout.record_bytes
+        while placed < len(images):
+            most = min(len(images) - placed, max(1, _MAX_RUN_BYTES // step))
+            placement = self._log.place(layout.fingerprint, step, group, most=most, is_reappend=is_reappend)
+            assert placement is not None, "room was checked"
+            stop = placed + placement.records
+            runs.append(self._start_run(placement, [image[:step] for image in images[placed:stop]]))
+            for image in images[placed:stop]:
+                stamp(image, layout, self._tag, placement.sequence)
+            placed = stop
         return runs
 
-    def _start_run(self, placement: Placement) -> _Run:
+    def _start_run(self, placement: Placement, images: Sequence[memoryview]) -> _Run:
+        if placement.opens is not None:
+            self._writing[placement.segment] = _Writing(placement.opens)
         writing = self._writing[placement.segment]
         writing.runs += 1
+        writing.is_full |= placement.seals
         self._log.hold(placement.segment)
-        return _Run(placement.segment, placement.offset, placement.opens, writing, [], 0)
+        return _Run(placement.segment, placement.offset, placement.opens, writing, images)
 
     async def _write_run(self, run: _Run, deadline: float) -> None:
         writing = run.writing
@@ -585,7 +581,7 @@ class BlockStore:
             if writing.is_headless:
                 why = "the header of its segment could not be written"
                 status = writing.header_failure
-                raise BdevError(self._bdev.info.name, "write", run.offset, run.length, status, why)
+                raise BdevError(self._bdev.info.name, "write", run.offset, total_bytes(run.images), status, why)
             return
         try:
             await self._write_segment_block(run.segment, run.opens, deadline)
@@ -705,11 +701,6 @@ def _unhold_when_settled(log: SegmentLog, segment: int, timeout: BdevTimeout) ->
         log.unhold(segment)
 
     trio.lowlevel.spawn_system_task(settle)
-
-
-def _continues(run: _Run, placement: Placement, record_bytes: int) -> bool:
-    is_next = placement.segment == run.segment and placement.offset == run.offset + run.length
-    return is_next and run.length + record_bytes <= _MAX_RUN_BYTES
 
 
 def _make_log(superblock: Superblock, capacity_bytes: int) -> SegmentLog:

@@ -40,7 +40,7 @@ from .index import IndexAgent
 from .sessions import Scope
 from .spaces import Slab, SpaceState
 from .staging import SLAB_BITS, Acquired, Gather, Waiting
-from .storage import ReadJob, StorageAgent
+from .storage import End, ReadJob, StorageAgent
 
 Settled = Callable[[], Awaitable[None]]
 NO_ROOM = Acquired("no_room", reason="every slot of decode staging is in use")
@@ -146,7 +146,7 @@ class Decoding:
         """How far the bytes of a slot are."""
         read = self.reads.get(slot)
         if read is not None:
-            return "flying" if read.job.started else "waiting"
+            return "waiting" if read.job.waits else "flying"
         return "landed" if self.pool.ready_parts(self.key(slot)) else "absent"
 
     def is_wanted(self, slot: int) -> bool:
@@ -368,7 +368,7 @@ class DecodeAgent:
             image=decoding.room.slab.image(at)[: layout.record_bytes],
         )  # fmt: skip
         decoding.reads[slot] = Read(job, trio.current_time())
-        self._storage.read(job)
+        self._storage.read([job])
 
     def _copy(self, decoding: Decoding, slot: int, at: int, block_id: int) -> None:
         """A block the device does not have yet is whole in the space's own slab."""
@@ -387,8 +387,9 @@ class DecodeAgent:
         decoding.pool.fill_done(at, PART, trio.current_time())
 
     def _landed(
-        self, decoding: Decoding, slot: int, job: ReadJob, status: str, settled: Settled | None
+        self, decoding: Decoding, slot: int, jobs: Sequence[ReadJob], ends: Sequence[End]
     ) -> None:
+        (job,), ((status, settled),) = jobs, ends
         pool, now = decoding.pool, trio.current_time()
         read = decoding.reads.get(slot)
         waiting: list[Waiting] = []

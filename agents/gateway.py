@@ -643,13 +643,11 @@ class GatewayAgent(Actor[None]):
 
     @staticmethod
     def _count_stores(session: Session, state: SpaceState, statuses: Sequence[str]) -> None:
-        counters = session.counters
-        for status in statuses:
-            if status == "stored":
-                counters.stored += 1
-                counters.bytes_stored += state.layout.payload_bytes
-            else:
-                counters.not_stored[status] = counters.not_stored.get(status, 0) + 1
+        counters, stored = session.counters, statuses.count("stored")
+        counters.stored += stored
+        counters.bytes_stored += stored * state.layout.payload_bytes
+        for status in set(statuses) - {"stored"}:
+            counters.not_stored[status] = counters.not_stored.get(status, 0) + statuses.count(status)
 
     # --- operators ---
 

@@ -90,24 +90,17 @@ class Reserved:
 
 
 @dataclass(slots=True, eq=False)
-class _Written:
-    """One block of a commit message, whose reservation stands; `position` in the message."""
-
-    reserved: Reserved
-    crcs: list[int]
-    position: int
-
-
-@dataclass(slots=True, eq=False)
 class _Arrival:
-    """A block being committed: its slot is filling."""
+    """One block of a commit message, whose reservation stands; `position` in the message. What follows is known once it
+    has a slot, which is filling then.
+    """
 
     reserved: Reserved
     crcs: list[int]
     position: int
-    block_id: int
-    handle: int
-    ref: int
+    block_id: int = -1
+    handle: int = -1
+    ref: int = -1
     slot: int = -1
     has_landed: bool = False  # the bytes came straight into the slot
     is_good: bool = False
@@ -200,47 +193,33 @@ class Intake:
         `tokens` of the whole prompt, from its start, where they are known. Not `chained`, each block is the first of a
         chain of its own.
         """
-        expires = trio.current_time() + RESERVATION_S
-        places = [(chain[i], first + i) if chained else (ROOT_KEY, 0) for i in range(len(chain) - 1)]
-        are_here = self._index.have_shard(state, chain[1:], shard)
-        return [
-            m.Reservation(status="exists")
-            if is_here
-            else self._reserve_one(
-                session, owner, state, parent, key, position, shard, tokens, chained, expires
-            )
-            for key, (parent, position), is_here in zip(chain[1:], places, are_here, strict=True)
-        ]
+        inbound, expires = self._inbound[session], trio.current_time() + RESERVATION_S
+        grants = []
+        for i, is_here in enumerate(self._index.have_shard(state, chain[1:], shard)):
+            name = (state.number, chain[i + 1], shard)
+            if is_here:
+                grants.append(m.Reservation(status="exists"))
+            elif name in self._reserving:
+                grants.append(m.Reservation(status="in_flight"))
+            elif not inbound.free:
+                grants.append(m.Reservation(status="no_room"))
+            else:
+                parent, position = (chain[i], first + i) if chained else (ROOT_KEY, 0)
+                reserved = self._reserving[name] = Reserved(
+                    next(self._numbers), session, owner, state, shard, chain[i + 1], parent, position,
+                    inbound.free.pop(), expires, tokens, chained,
+                )  # fmt: skip
+                grants.append(self._granted(reserved, inbound))
+        return grants
 
-    def _reserve_one(
-        self,
-        session: int,
-        owner: int,
-        state: SpaceState,
-        parent: bytes,
-        key: bytes,
-        position: int,
-        shard: int,
-        tokens: bytes | None,
-        chained: bool,
-        expires: float,
-    ) -> m.Reservation:
-        if (state.number, key, shard) in self._reserving:
-            return m.Reservation(status="in_flight")
-        inbound = self._inbound[session]
-        if not inbound.free:
-            return m.Reservation(status="no_room")
-        reserved = Reserved(
-            next(self._numbers), session, owner, state, shard, key, parent, position, inbound.free.pop(),
-            expires, tokens, chained,
-        )  # fmt: skip
-        self._reserved[reserved.number] = self._reserving[state.number, key, shard] = reserved
+    def _granted(self, reserved: Reserved, inbound: _Inbound) -> m.Reservation:
+        self._reserved[reserved.number] = reserved
         if inbound.has_slots:
             self._reserve_slot(reserved)
         region, start = self._place(reserved, inbound)
         return m.Reservation(
             status="reserved", reservation=reserved.number, region=region.region_id,
-            offset=start, length=state.layout.payload_bytes,
+            offset=start, length=reserved.state.layout.payload_bytes,
         )  # fmt: skip
 
     def _reserve_slot(self, reserved: Reserved) -> None:
@@ -326,13 +305,13 @@ class Intake:
             self._conclude(written, statuses)
         return statuses
 
-    async def _take_in(self, run: Sequence[_Written], statuses: list[str]) -> None:
+    async def _take_in(self, run: Sequence[_Arrival], statuses: list[str]) -> None:
         """A run of consecutive blocks, all the way: entered, copied, checked, and visible or gone."""
         state = run[0].reserved.state
         ids = None if state.retired else self._enter(run)
         if ids is None:
-            for written in run:
-                statuses[written.position] = "stale_epoch" if state.retired else "orphan"
+            for one in run:
+                statuses[one.position] = "stale_epoch" if state.retired else "orphan"
             return
         with self._index.pinned(state, ids):
             arrivals = self._prepare(run, ids, statuses)
@@ -341,39 +320,37 @@ class Intake:
             finally:
                 self._admit(state, run[0].reserved.shard, arrivals, statuses)
 
-    def _enter(self, run: Sequence[_Written]) -> Ids | None:
+    def _enter(self, run: Sequence[_Arrival]) -> Ids | None:
         """The records of a run's blocks; None when they fit nowhere."""
-        first, keys, now = run[0].reserved, [written.reserved.key for written in run], trio.current_time()
+        first, keys, now = run[0].reserved, [one.reserved.key for one in run], trio.current_time()
         if not first.chained:
             return self._index.enter_each(first.state, keys, now)
         return self._index.enter(
             first.state, first.parent, keys, first.position, run[-1].reserved.tokens, now
         )
 
-    def _claim(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[_Written]:
+    def _claim(self, session: int, blocks: Sequence[m.CommitBlock]) -> list[_Arrival]:
         """The reservations that stand. From now on they are this commit's, and nobody else gives them back."""
         written = []
         for i, block in enumerate(blocks):
             reserved = self._reserved.get(block.reservation)
             if reserved is not None and reserved.session == session and not reserved.is_over:
                 reserved.is_committing = True
-                written.append(_Written(reserved, block.crcs, i))
+                written.append(_Arrival(reserved, block.crcs, i))
         return written
 
-    def _conclude(self, written: Sequence[_Written], statuses: Sequence[str]) -> None:
+    def _conclude(self, written: Sequence[_Arrival], statuses: Sequence[str]) -> None:
         self._give_back_all(written)
-        for status in statuses:
-            if status == "stored":
-                self.stored += 1
-            else:
-                self.refused[status] = self.refused.get(status, 0) + 1
+        self.stored += statuses.count("stored")
+        for status in set(statuses) - {"stored"}:
+            self.refused[status] = self.refused.get(status, 0) + statuses.count(status)
 
-    def _give_back_all(self, written: Sequence[_Written]) -> None:
+    def _give_back_all(self, written: Sequence[_Arrival]) -> None:
         for one in written:
             self._give_back(one.reserved)
 
     async def _wait_for_parent(
-        self, reserved: Reserved, written: Sequence[_Written], deadline: float
+        self, reserved: Reserved, written: Sequence[_Arrival], deadline: float
     ) -> None:
         """Another commit may be about to bring the parent."""
         other = self._reserving.get((reserved.state.number, reserved.parent, reserved.shard))
@@ -400,46 +377,35 @@ class Intake:
         """How many more slots may become dirty."""
         return self._max_dirty(state) - self.dirty.get(state.slab.number, 0)
 
-    def _prepare(self, run: Sequence[_Written], ids: Ids, statuses: list[str]) -> list[_Arrival]:
+    def _prepare(self, run: Sequence[_Arrival], ids: Ids, statuses: list[str]) -> list[_Arrival]:
         """Filling slots for a run of blocks whose records are `ids`; a status for each that gets none."""
-        state, shard, now = run[0].reserved.state, run[0].reserved.shard, trio.current_time()
-        fresh: list[tuple[_Written, int, int]] = []
-        for written, block_id, handle in zip(
-            run, ids.tolist(), state.index.handles(ids).tolist(), strict=True
+        state, shard, handles = run[0].reserved.state, run[0].reserved.shard, run[0].reserved.state.index.handles(ids).tolist()
+        where = state.index.locations(ids)
+        are_here = (where.slot[:, shard] >= 0) | (where.extent[:, shard] >= 0)
+        fresh: list[_Arrival] = []
+        for arrival, is_here, block_id, handle, ref in zip(
+            run, are_here.tolist(), ids.tolist(), handles, state.refs(handles, shard), strict=True
         ):
-            if state.has_shard(block_id, shard):
-                statuses[written.position] = "exists"
-            elif len(written.crcs) != state.layout.num_parts or _is_being_written(written.reserved):
-                statuses[written.position] = "checksum"
+            if is_here:
+                statuses[arrival.position] = "exists"
+            elif len(arrival.crcs) != state.layout.num_parts or _is_being_written(arrival.reserved):
+                statuses[arrival.position] = "checksum"
             else:
-                fresh.append((written, block_id, handle))
-        return self._take_slots(state, shard, fresh, statuses, now)
+                statuses[arrival.position] = "no_room"  # until it is known better, see `_admit`
+                arrival.block_id, arrival.handle, arrival.ref = block_id, handle, ref
+                fresh.append(arrival)
+        return self._take_slots(state, fresh[: max(self._clean_room(state), 0)])
 
-    def _take_slots(
-        self,
-        state: SpaceState,
-        shard: int,
-        fresh: Sequence[tuple[_Written, int, int]],
-        statuses: list[str],
-        now: float,
-    ) -> list[_Arrival]:
-        """In the order of `fresh`. What landed has its slot, and is mapped to it; the rest gets one, as far as there are."""
-        found = [
-            _Arrival(
-                written.reserved, written.crcs, written.position, block_id, handle, state.ref(handle, shard)
-            )
-            for written, block_id, handle in fresh[: max(self._clean_room(state), 0)]
-        ]
-        landed = [arrival for arrival in found if arrival.reserved.slot is not None]
+    def _take_slots(self, state: SpaceState, fresh: Sequence[_Arrival]) -> list[_Arrival]:
+        """In their order. What landed has its slot, and is mapped to it; the rest gets one, as far as there are."""
+        slab, now = state.slab, trio.current_time()
+        landed = [arrival for arrival in fresh if arrival.reserved.slot is not None]
         for arrival in landed:
             arrival.slot, arrival.has_landed = self._handed_over(arrival.reserved), True
-        slab = state.slab
         slab.pool.assign([arrival.slot for arrival in landed], [arrival.ref for arrival in landed], now)
-        self._take_free(state, [arrival for arrival in found if not arrival.has_landed], now)
-        arrivals = [arrival for arrival in found if arrival.slot >= 0]
+        self._take_free(state, [arrival for arrival in fresh if not arrival.has_landed], now)
+        arrivals = [arrival for arrival in fresh if arrival.slot >= 0]
         self.dirty[slab.number] = self.dirty.get(slab.number, 0) + len(arrivals)
-        for written, _, _ in fresh:
-            statuses[written.position] = "no_room"  # until it is known better, see `_admit`
         return arrivals
 
     def _handed_over(self, reserved: Reserved) -> int:
@@ -471,19 +437,20 @@ class Intake:
             self._copy_all(arrivals)
 
     def _copy_all(self, arrivals: Sequence[_Arrival]) -> None:
-        for arrival in arrivals:
-            arrival.is_good = (arrival.has_landed or self._copy(arrival)) and _is_intact(arrival)
-
-    def _copy(self, arrival: _Arrival) -> bool:
         """Bytes first, check second. May run in a thread: the slot is filling and the cell reserved, so both are ours."""
-        reserved, layout = arrival.reserved, arrival.reserved.state.layout
+        for arrival in arrivals:
+            state = arrival.reserved.state
+            payload = state.payload(arrival.slot)
+            is_there = arrival.has_landed or self._copy(arrival.reserved, payload)
+            arrival.is_good = is_there and _is_intact(state.layout.part_offsets, payload, arrival.crcs)
+
+    def _copy(self, reserved: Reserved, payload: memoryview) -> bool:
         inbound = self._inbound.get(reserved.session)
         if inbound is None:
             return False
         at = reserved.cell * inbound.cell_bytes
-        payload = layout.payload(reserved.state.slab.image(arrival.slot))
-        source = inbound.region.view[at : at + layout.payload_bytes]
-        if layout.payload_bytes < SMALL_BYTES:
+        source = inbound.region.view[at : at + len(payload)]
+        if len(payload) < SMALL_BYTES:
             payload[:] = source
         else:  # without the interpreter's lock, and slow to begin
             np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(source, np.uint8))
@@ -522,8 +489,9 @@ class Intake:
                 self.tape.taken(arrival.ref, now)
                 if i >= count:
                     self.tape.written(arrival.ref, False, now)
-        for arrival in arrivals[:count]:
-            self._storage.write(WriteJob(state, arrival.handle, shard, arrival.slot, self._written))
+        self._storage.write(
+            [WriteJob(state, one.handle, shard, one.slot, self._written) for one in arrivals[:count]]
+        )
         if count < len(arrivals):
             self._cleaned(state, len(arrivals) - count)
 
@@ -569,7 +537,7 @@ class Intake:
                 return
             pool.pin(slot)
             self.dirty[state.slab.number] = self.dirty.get(state.slab.number, 0) + 1
-            self._storage.write(WriteJob(state, int(handles[i]), shard, slot, self._written))
+            self._storage.write([WriteJob(state, int(handles[i]), shard, slot, self._written)])
 
     def _cleaned(self, state: SpaceState, count: int) -> None:
         self.dirty[state.slab.number] -= count
@@ -613,12 +581,9 @@ def _is_being_written(reserved: Reserved) -> bool:
     return reserved.slot is not None and reserved.transfers > 0
 
 
-def _is_intact(arrival: _Arrival) -> bool:
-    layout = arrival.reserved.state.layout
-    payload = layout.payload(arrival.reserved.state.slab.image(arrival.slot))
+def _is_intact(offsets: Sequence[int], payload: memoryview, crcs: Sequence[int]) -> bool:
     return all(
-        crc32c.crc32c(payload[start:stop]) == crc
-        for start, stop, crc in zip(layout.part_offsets, layout.part_offsets[1:], arrival.crcs, strict=False)
+        [crc32c.crc32c(payload[offsets[i] : offsets[i + 1]]) == crc for i, crc in enumerate(crcs)]
     )
 
 
@@ -632,20 +597,20 @@ def _has_parent(arrival: _Arrival, stored: Sequence[_Arrival]) -> bool:
 
 def _write_header(arrival: _Arrival, wall: float) -> None:
     reserved, state = arrival.reserved, arrival.reserved.state
-    step = state.space.geometry.block_token_bytes
+    step = state.layout.max_token_bytes
     at = reserved.position * step
+    tokens = reserved.tokens[at : at + step] if reserved.tokens else b""
+    expires_at = 0.0  # the index keeps the TTL, which runs from the last use
     header = RecordHeader(
-        key=reserved.key, parent=reserved.parent, fingerprint=state.fingerprint, shard=reserved.shard,
-        stored_at=wall,  # the index keeps the TTL, which runs from the last use
-        part_crcs=array("I", arrival.crcs), tokens=reserved.tokens[at : at + step] if reserved.tokens else b"",
-        position=reserved.position,
+        reserved.key, reserved.parent, state.fingerprint, reserved.shard, reserved.position,
+        array("I", arrival.crcs), wall, expires_at, tokens,
     )  # fmt: skip
     pack_header(state.slab.image(arrival.slot), state.layout, header)
 
 
-def _runs(written: Sequence[_Written]) -> list[list[_Written]]:
+def _runs(written: Sequence[_Arrival]) -> list[list[_Arrival]]:
     """As runs of consecutive blocks of one chain, or of blocks that stand alone."""
-    runs: list[list[_Written]] = []
+    runs: list[list[_Arrival]] = []
     for one in written:
         if runs and _follows(runs[-1][-1].reserved, one.reserved):
             runs[-1].append(one)

@@ -86,6 +86,11 @@ class SpaceState:
         step, first = self.num_shards << NUMBER_BITS, (shard << NUMBER_BITS) + self.number
         return [handle * step + first for handle in handles]
 
+    def handles_of(self, refs: Iterable[int]) -> list[int]:
+        """The handles in refs of this state."""
+        step = self.num_shards << NUMBER_BITS
+        return [ref // step for ref in refs]
+
     def unref(self, ref: int) -> tuple[int, int]:
         """(handle, shard) of a ref of this state."""
         return divmod(ref >> NUMBER_BITS, self.num_shards)
@@ -123,6 +128,11 @@ class SpaceState:
         """Offset in the region of a part of the payload in a slot."""
         at = self.slab.start + slot * self.slab.stride
         return at + self.layout.header_bytes + self.layout.part_offsets[part_start]
+
+    def payload(self, slot: int) -> memoryview:
+        """The payload in a slot."""
+        at = self.payload_at(slot)
+        return self.slab.region.view[at : at + self.layout.payload_bytes]
 
     def crcs(self, slot: int, start: int, stop: int) -> list[int]:
         """See `Slab.crcs`."""

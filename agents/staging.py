@@ -11,8 +11,9 @@ is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -28,7 +29,7 @@ from dpurt.runtime.actor import Actor
 
 from .index import IndexAgent
 from .spaces import Slab, SpaceState, number_of
-from .storage import ReadJob, StorageAgent
+from .storage import End, ReadJob, StorageAgent
 from .tape import Tape
 
 log = structlog.get_logger()
@@ -79,16 +80,22 @@ class Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class Flight(ReadJob):
     """A read under way into `slot`."""
 
-    state: SpaceState
-    ref: int
-    slot: int
-    parts_mask: int
-    job: ReadJob
     prefetch_job: int | None = None
     waiting: list[Waiting] = field(default_factory=list)
+
+
+class OnFlash(NamedTuple):
+    """A block, and where it lies on flash: -1 where it does not."""
+
+    ref: int
+    key: bytes
+    extent: int
+
+
+NO_ROOM = Acquired("no_room", reason="every staging slot is in use")
 
 
 class StagingAgent(Actor[None]):
@@ -277,34 +284,53 @@ class StagingAgent(Actor[None]):
                 rest.append(position)
             else:
                 gather.blocks[position] = self._leased(state, slot, mask, gather, "staging", now)
-        has_room = True
+        wanted: dict[int, list[Waiting]] = {}
         for position in rest:
-            ref, handle = refs[position], handles[position]
-            where = wheres[position] = self._where_unstaged(state, ref, handle, shard)
-            if where == "gone":
-                gather.blocks[position] = Acquired("miss", reason="no longer here")
-                continue
+            ref, waiting = refs[position], Waiting(gather, position, mask, deadline)
             flight = self._flights.get(ref)
-            if flight is None and has_room:
-                flight = self._start(state, ref, handle, shard, mask, now, deadline, is_demand=True, job=None)
-            if flight is None:
-                has_room = False
-                gather.blocks[position] = Acquired("no_room", reason="every staging slot is in use")
-                continue
-            self._want(flight, now)
-            gather.missing += 1
-            flight.waiting.append(Waiting(gather, position, mask, deadline))
+            wheres[position] = "in_flight" if flight is not None or ref in wanted else "nvme"
+            if flight is not None:
+                self._join(flight, waiting, now)
+            else:
+                wanted.setdefault(ref, []).append(waiting)
+        if wanted:
+            for position in self._fetch(state, shard, mask, wanted, now, deadline):
+                wheres[position] = "gone"
         return wheres
 
-    def _want(self, flight: Flight, now: float) -> None:
-        if self.tape is not None and not flight.job.is_demand:
+    def _join(self, flight: Flight, waiting: Waiting, now: float) -> None:
+        if self.tape is not None and not flight.is_demand:
             self.tape.wanted(flight.ref, now)
-        self._storage.promote(flight.job)
+        self._storage.promote(flight)
+        waiting.gather.missing += 1
+        flight.waiting.append(waiting)
 
-    def _where_unstaged(self, state: SpaceState, ref: int, handle: int, shard: int) -> Where:
-        if ref in self._flights:
-            return "in_flight"
-        return "gone" if self._extent(state, handle, shard) < 0 else "nvme"
+    def _fetch(
+        self, state: SpaceState, shard: int, mask: int, wanted: Mapping[int, list[Waiting]], now: float, deadline: float
+    ) -> list[int]:  # fmt: skip
+        """Flights for blocks nobody reads yet, and who waits for them. The positions of those that are gone."""
+        blocks = self._on_flash(state, list(wanted), shard)
+        found = [block for block in blocks if block.extent >= 0]
+        flights = self._start(state, found, shard, mask, now, deadline, is_demand=True)
+        for flight in flights:
+            flight.waiting = wanted[flight.ref]
+            for waiting in flight.waiting:
+                waiting.gather.missing += 1
+        for block in found[len(flights) :]:
+            _refuse(wanted[block.ref], NO_ROOM)
+        gone = [] if len(found) == len(blocks) else [block.ref for block in blocks if block.extent < 0]
+        for ref in gone:
+            _refuse(wanted[ref], Acquired("miss", reason="no longer here"))
+        return [waiting.position for ref in gone for waiting in wanted[ref]]
+
+    @staticmethod
+    def _on_flash(state: SpaceState, refs: Sequence[int], shard: int) -> list[OnFlash]:
+        """Where blocks of one shard lie on flash."""
+        if state.retired:
+            return [OnFlash(ref, b"", -1) for ref in refs]
+        ids = state.index.resolve(np.array(state.handles_of(refs), np.int64))
+        extents = np.where(ids < 0, -1, state.index.locations(ids).extent[:, shard])
+        return list(map(OnFlash, refs, state.index.keys(ids), extents.tolist()))
 
     def _leased(
         self, state: SpaceState, slot: int, mask: int, gather: Gather, source: str, now: float
@@ -337,70 +363,82 @@ class StagingAgent(Actor[None]):
         elif where == "in_flight":
             self.observe(FetchFailed(job, "in_flight"))
         else:
-            handle, shard = state.unref(ref)
+            _, shard = state.unref(ref)
             mask = state.layout.all_parts if parts_mask is None else parts_mask
-            now = trio.current_time()
-            if self._start(state, ref, handle, shard, mask, now, deadline, is_demand=False, job=job) is None:
+            blocks, now = self._on_flash(state, [ref], shard), trio.current_time()
+            if not self._start(state, blocks, shard, mask, now, deadline, is_demand=False, job=job):
                 self.observe(FetchFailed(job, "no_room"))
 
     def cancel_prefetch(self, job: int) -> None:
         """Take a job back, if it has not started and nobody waits for it."""
         flight = self._by_job.get(job)
         if flight is not None and all(waiting.gather.is_over for waiting in flight.waiting):
-            self._storage.cancel(flight.job)
+            self._storage.cancel(flight)
 
     def _start(
         self,
         state: SpaceState,
-        ref: int,
-        handle: int,
+        blocks: Sequence[OnFlash],
         shard: int,
         mask: int,
         now: float,
         deadline: float,
         *,
         is_demand: bool,
-        job: int | None,
-    ) -> Flight | None:
-        """Send a block on its way into a slot; None when there is no room. It must be on flash and not under way."""
-        assert ref not in self._flights
-        taken = state.slab.pool.take(ref, mask, now, protect=lambda other: self.is_wanted(other, now))
-        if taken is None:
-            return None
-        block_id = state.block_id(handle)
-        read = ReadJob(
-            state, ref, state.index.key(block_id), shard, taken.slot, state.extent_of(block_id, shard), taken.to_fill,
-            max(deadline, now + self._storage.deadline_s), is_demand, self._landed,
+        job: int | None = None,
+    ) -> list[Flight]:
+        """Send blocks of a chain on their way into slots; where room runs out, the first of them. None may be under way."""
+        if not blocks:
+            return []
+        refs = [block.ref for block in blocks]
+        assert self._flights.keys().isdisjoint(refs)
+        taken = state.slab.pool.take_many(
+            refs, mask, now, protect=lambda other: self.is_wanted(other, now)
         )  # fmt: skip
-        flight = self._flights[ref] = Flight(state, ref, taken.slot, taken.to_fill, read, job)
+        deadline = max(deadline, now + self._storage.deadline_s)
+        flights = [
+            Flight(
+                state, block.ref, block.key, shard, one.slot, block.extent, one.to_fill, deadline, is_demand, self._landed,
+                prefetch_job=job,
+            )
+            for block, one in zip(blocks, taken, strict=False)
+        ]  # fmt: skip
+        self._flights.update(zip(refs, flights, strict=False))
         if job is not None:
-            self._by_job[job] = flight
+            self._by_job.update((job, flight) for flight in flights)
         if self.tape is not None:
-            self.tape.queued(ref, self.record_bytes(ref, taken.to_fill), job, now)
-        if taken.evicted is not None:  # may drop chains, even this one: then the flight lands stale
-            self._index.slot_evicted(taken.evicted, now, f"to stage a block of {state.name!r}")
-        self._storage.read(read)
-        return flight
+            for flight in flights:
+                self.tape.queued(flight.ref, self.record_bytes(flight.ref, flight.parts_mask), job, now)
+        for one in taken:
+            if one.evicted is not None:  # may drop chains, even one of these: then the flight lands stale
+                self._index.slot_evicted(one.evicted, now, f"to stage a block of {state.name!r}")
+        self._storage.read(flights)
+        return flights
 
-    def _landed(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
-        flight = self._flights.pop(job.ref)
+    def _landed(self, jobs: Sequence[ReadJob], ends: Sequence[End]) -> None:
         now = trio.current_time()
-        if self.tape is not None:
-            self.tape.completed(job.ref, job.began, status, now)
-        status = self._end_fill(flight, status, settled, now)
+        for job, (status, settled) in zip(jobs, ends, strict=True):
+            flight = self._flights.pop(job.ref)
+            if self.tape is not None:
+                self.tape.completed(job.ref, job.began, status, now)
+            self._land(flight, self._end_fill(flight, status, settled, now), now)
+
+    def _land(self, flight: Flight, status: str, now: float) -> None:
         for waiting in flight.waiting:
             if not waiting.gather.is_over:
                 self._answer(flight, waiting, status, now)
         for tell in self.on_staged if status == "ok" else ():
-            tell(job.ref)
+            tell(flight.ref)
         if flight.prefetch_job is not None:
             self._by_job.pop(flight.prefetch_job, None)
             landed = status == "ok"
             self.observe(
-                Staged(job.ref, flight.prefetch_job) if landed else FetchFailed(flight.prefetch_job, status)
+                Staged(flight.ref, flight.prefetch_job)
+                if landed
+                else FetchFailed(flight.prefetch_job, status)
             )
-        if self._is_lost(job.ref, status):
-            self._lost(job, status, now)
+        if self._is_lost(flight.ref, status):
+            self._lost(flight, status, now)
 
     def _end_fill(
         self, flight: Flight, status: str, settled: Callable[[], Awaitable[None]] | None, now: float
@@ -431,12 +469,15 @@ class StagingAgent(Actor[None]):
                 waiting.position, self._leased(state, flight.slot, waiting.mask, gather, "nvme", now)
             )
             return
-        handle, shard = state.unref(flight.ref)
-        again = self._flights.get(flight.ref) or self._start(
-            state, flight.ref, handle, shard, waiting.mask, now, waiting.deadline, is_demand=True, job=None
-        )
+        again = self._flights.get(flight.ref)
         if again is None:
-            gather.settle(waiting.position, Acquired("no_room", reason="every staging slot is in use"))
+            blocks = self._on_flash(state, [flight.ref], flight.shard)
+            started = self._start(
+                state, blocks, flight.shard, waiting.mask, now, waiting.deadline, is_demand=True
+            )
+            again = started[0] if started else None
+        if again is None:
+            gather.settle(waiting.position, NO_ROOM)
         else:
             again.waiting.append(waiting)
 
@@ -459,7 +500,7 @@ class StagingAgent(Actor[None]):
         self._unreadable.discard(ref)
         return status in ("checksum", "stale", "expired", "error")
 
-    def _lost(self, job: ReadJob, status: str, now: float) -> None:
+    def _lost(self, job: Flight, status: str, now: float) -> None:
         block_id = job.state.block_id(job.state.unref(job.ref)[0])
         if block_id >= 0:
             self._index.drop(job.state, block_id, status, now)
@@ -586,3 +627,8 @@ class StagingAgent(Actor[None]):
         slab = self._slab_of(number)
         assert slab is not None
         slab.pool.end_transfer(number >> SLAB_BITS)
+
+
+def _refuse(everyone: Sequence[Waiting], answer: Acquired) -> None:
+    for waiting in everyone:
+        waiting.gather.blocks[waiting.position] = answer

@@ -2,8 +2,8 @@
 
 Workers, as many as the device's queue is deep, take jobs in this order: demand reads, writes, prefetch reads; writes and
 prefetch may never hold all workers, so a demand read waits for one operation at most. A read a request starts to wait for is
-*promoted* from the prefetch queue. Small blocks that were queued in one go and lie side by side on the device (as those
-stored together do) are one operation. Jobs are not cancelled with their requester once started; they end by completion or by
+*promoted* from the prefetch queue. Blocks that lie side by side on the device (as those stored together do) are one
+operation, see `dpurt.core.read_queue`. Jobs are not cancelled with their requester once started; they end by completion or by
 their deadline, and say so through `done`.
 
 A worker that reads is shielded, since the device uses the slot of the job in hand: a cancelled agent tells its workers to
@@ -25,6 +25,7 @@ from dpurt.agents.block_store import StoreFull
 from dpurt.agents.flash import RETRY_S, SPAN, FlashTier
 from dpurt.core.endurance import WriteBudget
 from dpurt.core.read_latency import ReadLatency
+from dpurt.core.read_queue import ReadQueue
 from dpurt.core.record import RecordError, RecordLayout
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
@@ -34,21 +35,21 @@ from .spaces import SpaceState
 log = structlog.get_logger()
 WRITE_BATCH = 64  # blocks, at most
 WRITE_BATCH_BYTES = 4 << 20
-READ_RUN_BYTES = 256 << 10  # blocks that lie side by side are read as one, up to this
-READ_SPREAD = 4
 FIRST_RATE = 1e9  # bytes a second, until measured
 FIRST_LATENCY_S = 0.0002
 _STATUS = {"key": "stale", "shard": "stale", "stale": "stale", "expired": "expired"}  # all else is a checksum
-_End = tuple[str, Callable[[], Awaitable[None]] | None]  # of a read, see `ReadJob`
-_FAILED: _End = ("error", None)
+End = tuple[str, Callable[[], Awaitable[None]] | None]  # of a read, see `ReadJob`
+_OK: End = ("ok", None)
+_FAILED: End = ("error", None)
 
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """Fill parts of a slot's image from the record at `extent`. `done(job, status, settled)` is called exactly once.
+    """Fill parts of a slot's image from the record at `extent`. `done(jobs, ends)` tells of several at once, in the order
+    they were queued; of each exactly once.
 
-    `status`: ``ok`` | ``checksum`` | ``stale`` | ``error`` | ``down`` (the device does not answer, but may again) | ``late``
-    (deadline) | ``cancelled``. With ``late`` the device
+    An end is (status, settled). `status`: ``ok`` | ``checksum`` | ``stale`` | ``error`` | ``down`` (the device does not
+    answer, but may again) | ``late`` (deadline) | ``cancelled``. With ``late`` the device
     may still write the slot until ``await settled()`` returns.
     """
 
@@ -61,23 +62,38 @@ class ReadJob:
     parts_mask: int
     deadline: float
     is_demand: bool
-    done: Callable[[ReadJob, str, Callable[[], Awaitable[None]] | None], None]
-    started: bool = False
-    queued: bool = True
+    done: Callable[[Sequence[ReadJob], Sequence[End]], None]
+    waits: bool = True  # False: begun, or taken back
     began: float | None = None  # when the device was given it
     layout: RecordLayout | None = (
         None  # of `image`: where the bytes go, if not into a slot of the space's own slab
     )
     image: memoryview | None = None
 
-    def destination(self) -> tuple[RecordLayout, memoryview]:
+    def destination(self) -> memoryview:
         """Where the bytes go."""
-        return self.layout or self.state.layout, self.image or self.state.slab.image(self.slot)
+        return self.image or self.state.slab.image(self.slot)
 
     @property
     def record_bytes(self) -> int:
         """Of the image it fills."""
         return (self.layout or self.state.layout).record_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Is all of a record read, into a slot of its space?"""
+        return self.image is None and self.parts_mask == self.state.layout.all_parts
+
+    def goes_on(self, last: ReadJob) -> bool:
+        """Does a whole record lie on the device right behind another of its space?"""
+        return (
+            self.extent == last.extent + last.record_bytes
+            and self.state is last.state
+            and self.shard == last.shard
+            and self.is_whole
+            and last.is_whole
+            and self.done == last.done
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +123,8 @@ class StorageAgent(Actor[None]):
         self.store = store
         self.deadline_s = deadline_s
         self._workers = max(3, workers)
-        self._demand: deque[ReadJob] = deque()
-        self._prefetch: deque[ReadJob] = deque()
+        self._demand: ReadQueue[ReadJob] = ReadQueue()
+        self._prefetch: ReadQueue[ReadJob] = ReadQueue()
         self._writes: deque[WriteJob] = deque()
         self.budget: WriteBudget | None = None  # of flash's endurance; None: everything is written
         self._idle = trio.lowlevel.ParkingLot()
@@ -128,12 +144,15 @@ class StorageAgent(Actor[None]):
 
     # --- asking for work ---
 
-    def read(self, job: ReadJob) -> None:
-        """Queue a read."""
-        (self._demand if job.is_demand else self._prefetch).append(job)
-        if job.is_demand:
-            self.bytes_wanted += job.record_bytes
-        self._wake_worker()
+    def read(self, jobs: Sequence[ReadJob]) -> None:
+        """Queue reads, all for a demand or none. Those that lie side by side go together."""
+        if not jobs:
+            return
+        if jobs[0].is_demand:
+            self.bytes_wanted += sum(job.record_bytes for job in jobs)
+            self._wake_workers(self._demand.push(jobs))
+        else:
+            self._wake_workers(self._prefetch.push(jobs))
 
     def promote(self, job: ReadJob) -> None:
         """Somebody waits for this prefetch now."""
@@ -141,28 +160,26 @@ class StorageAgent(Actor[None]):
             return
         job.is_demand = True
         self.bytes_wanted += job.record_bytes
-        if not job.started:
-            self._demand.append(job)  # its place in the prefetch queue is skipped later
-            self._wake_worker()
+        if job.waits:  # its place in the prefetch queue is passed over later
+            self._wake_workers(self._demand.push([job]))
 
     def cancel(self, job: ReadJob) -> bool:
         """Take a read back that has not started. False: too late."""
-        if job.started or not job.queued:
+        if not job.waits:
             return False
-        job.queued = False
-        self._finish(job, "cancelled", None)
+        job.waits = False
+        self._finish([job], [("cancelled", None)])
         return True
 
-    def write(self, job: WriteJob) -> None:
-        """Queue a write. Those queued in one go share workers, a batch each."""
-        self._writes.append(job)
-        most = _batch_size(job.state)
-        if len(self._writes) % most == 1 % most:
-            self._wake_worker()
+    def write(self, jobs: Sequence[WriteJob]) -> None:
+        """Queue writes. Those queued in one go share workers, a batch each."""
+        if jobs:
+            self._writes.extend(jobs)
+            self._wake_workers(-(-len(jobs) // _batch_size(jobs[0].state)))
 
-    def _wake_worker(self) -> None:
+    def _wake_workers(self, count: int) -> None:
         if self._idle:
-            self._idle.unpark()
+            self._idle.unpark(count=count)
 
     @property
     def backlog(self) -> int:
@@ -198,7 +215,7 @@ class StorageAgent(Actor[None]):
 
     async def _work_shielded(self, scope: trio.CancelScope) -> None:
         while not self._is_ending:
-            if read := self._next_run(self._demand):
+            if read := self._demand.pop():
                 self._reading += 1
                 try:
                     await self._do_read(read)
@@ -210,7 +227,7 @@ class StorageAgent(Actor[None]):
                 )
                 await self._write_some()
                 scope.shield = True
-            elif self._prefetching < self._workers - 2 and (read := self._next_run(self._prefetch)):
+            elif self._prefetching < self._workers - 2 and (read := self._prefetch.pop()):
                 self._prefetching += 1
                 try:
                     await self._do_read(read)
@@ -219,38 +236,14 @@ class StorageAgent(Actor[None]):
             else:
                 await self._idle.park()
 
-    def _next_read(self, queue: deque[ReadJob]) -> ReadJob | None:
-        while queue:
-            job = queue.popleft()
-            if job.queued and not job.started:
-                job.started = True
-                return job
-        return None
-
-    def _next_run(self, queue: deque[ReadJob]) -> list[ReadJob]:
-        """The next read, and those queued right after it that go on where it ends on the device: a share of what waits, since
-        a device should have several to do at once."""
-        share = len(queue) // READ_SPREAD
-        first = self._next_read(queue)
-        if first is None:
-            return []
-        run = [first]
-        most = min(share, READ_RUN_BYTES // first.record_bytes)
-        while queue and len(run) < most and _goes_on(run[-1], queue[0]):
-            job = queue.popleft()
-            job.started = True
-            run.append(job)
-        return run
-
     async def _do_read(self, run: Sequence[ReadJob]) -> None:
-        ends: Sequence[_End] = [_FAILED] * len(run)
+        ends: Sequence[End] = [_FAILED] * len(run)
         try:
             ends = await self._read(run)
         finally:
-            for job, (status, settled) in zip(run, ends, strict=True):
-                self._finish(job, status, settled)
+            self._finish(run, ends)
 
-    async def _read(self, run: Sequence[ReadJob]) -> list[_End]:
+    async def _read(self, run: Sequence[ReadJob]) -> list[End]:
         began = trio.current_time()
         for job in run:
             job.began = began
@@ -267,32 +260,35 @@ class StorageAgent(Actor[None]):
             log.warning("read_failed", extent=run[0].extent, detail=str(error))
             return [_FAILED]
         self._measure(run, began)
-        return [_end_of(job, refusal) for job, refusal in zip(run, refused, strict=True)]
+        return [
+            _OK if refusal is None else _refused(job, refusal)
+            for job, refusal in zip(run, refused, strict=True)
+        ]
 
     async def _ask_store(self, run: Sequence[ReadJob], began: float) -> Sequence[RecordError | None]:
-        first = run[0]
-        layout, image = first.destination()
+        first, images = run[0], [job.destination() for job in run]
         # a host's patience is no device's excuse
-        deadline = min(min(job.deadline for job in run), began + self.deadline_s)
+        deadline = min(min([job.deadline for job in run]), began + self.deadline_s)
         if len(run) > 1:
-            images, keys = [job.destination()[1] for job in run], [job.key for job in run]
             return await self.store.read_run(
-                layout, first.extent, images, keys=keys, shard=first.shard, deadline=deadline
-            )
+                first.state.layout, first.extent, images, keys=[job.key for job in run], shard=first.shard,
+                deadline=deadline,
+            )  # fmt: skip
         try:
             await self.store.read(
-                layout, first.extent, image,
+                first.layout or first.state.layout, first.extent, images[0],
                 key=first.key, shard=first.shard, parts_mask=first.parts_mask, deadline=deadline,
             )  # fmt: skip
         except RecordError as error:
             return [error]
         return [None]
 
-    def _finish(self, job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
-        self.read_status[status] = self.read_status.get(status, 0) + 1
-        if job.is_demand:
-            self.bytes_wanted -= job.record_bytes
-        job.done(job, status, settled)
+    def _finish(self, run: Sequence[ReadJob], ends: Sequence[End]) -> None:
+        for job, (status, _) in zip(run, ends, strict=True):
+            self.read_status[status] = self.read_status.get(status, 0) + 1
+            if job.is_demand:
+                self.bytes_wanted -= job.record_bytes
+        run[0].done(run, ends)
 
     async def _write_some(self) -> None:
         batch = [self._writes.popleft()]
@@ -358,14 +354,14 @@ class StorageAgent(Actor[None]):
 
     def _note_latency(self, run: Sequence[ReadJob], began: float) -> float:
         """How long the read took."""
-        now, size = trio.current_time(), sum(job.record_bytes for job in run)
+        now, size = trio.current_time(), len(run) * run[0].record_bytes
         elapsed = max(now - began, 1e-6)
         self._latencies[run[0].extent // SPAN].observe(size, elapsed, now)
         return elapsed
 
     def _measure(self, run: Sequence[ReadJob], began: float) -> None:
         elapsed = self._note_latency(run, began)
-        rate = sum(job.record_bytes for job in run) / elapsed * max(1, self._reading + self._prefetching)
+        rate = len(run) * run[0].record_bytes / elapsed * max(1, self._reading + self._prefetching)
         self._rate += 0.05 * (rate - self._rate)
 
     def latency_s(self) -> float:
@@ -382,22 +378,7 @@ class StorageAgent(Actor[None]):
         return max((self.bytes_wanted + num_bytes) / self._rate, self.read_s(num_bytes)) if num_bytes else 0.0
 
 
-def _goes_on(last: ReadJob, job: ReadJob) -> bool:
-    """Does a whole record lie on the device right behind another of its space, and is it to be read like it?"""
-    if not job.queued or job.started or job.image is not None or last.image is not None:
-        return False
-    whole = job.state.layout.all_parts
-    return (
-        job.extent == last.extent + last.record_bytes
-        and job.state is last.state
-        and job.shard == last.shard
-        and job.parts_mask == last.parts_mask == whole
-    )
-
-
-def _end_of(job: ReadJob, refusal: RecordError | None) -> _End:
-    if refusal is None:
-        return ("ok", None)
+def _refused(job: ReadJob, refusal: RecordError) -> End:
     log.warning("record_refused", reason=refusal.reason, extent=job.extent, key=job.key.hex())
     return (_STATUS.get(refusal.reason, "checksum"), None)
 

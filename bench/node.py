@@ -173,11 +173,11 @@ def _store(host: BareHost, node: LiveNode, shape: Shape) -> Iterator[None]:
         yield
 
 
-FULL = Way("store on a full device", _store, 4 * BATCH, True, 128 << 20, (2, 1, 2))
+FULL = Way("store on a full device", _store, 4 * BATCH, True, 128 << 20, (1, 1, 2))
 WAYS = (
     Way("staged load", _staged_load, 2 * BATCH, True, 256 << 20, (0, 0, 0)),
     Way("flash load", _flash_load, 2 * BATCH, False, 256 << 20, (1, 1, 1)),
-    Way("store", _store, 4 * BATCH, True, 512 << 20, (2, 1, 2)),
+    Way("store", _store, 4 * BATCH, True, 512 << 20, (1, 1, 2)),
     FULL,
 )
 

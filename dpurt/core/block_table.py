@@ -42,9 +42,8 @@ _COLUMNS = (
 
 def key_words(keys: Sequence[bytes]) -> U64:
     """Keys as an (n, 2) array of 64-bit halves. ValueError if one is not 16 bytes long."""
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise ValueError(f"a block key has {KEY_BYTES} bytes, got {len(key)}")
+    if not {KEY_BYTES}.issuperset(lengths := set(map(len, keys))):
+        raise ValueError(f"a block key has {KEY_BYTES} bytes, got {max(lengths - {KEY_BYTES})}")
     return np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
 
 

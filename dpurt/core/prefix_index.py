@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpurt.core.block_table import F64, FIRST_SLOT, NONE, BlockTable, key_words
-from dpurt.core.identity import ROOT_KEY
+from dpurt.core.identity import KEY_BYTES, ROOT_KEY
 from dpurt.core.index_feed import IndexFeed
 from dpurt.core.key_map import I32, I64
 from dpurt.core.token_tree import TokenTree
@@ -129,6 +129,11 @@ class PrefixIndex:
     def key(self, block: int) -> bytes:
         """The key of a known block."""
         return self.table.key(self._known(block))
+
+    def keys(self, ids: I32) -> list[bytes]:
+        """The key of each known block, anything where the id is -1."""
+        data = self.table.keys[ids].tobytes()
+        return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
 
     def tokens_of(self, block: int) -> bytes:
         """The tokens of a known block; KeyError where only its key is known."""
@@ -404,11 +409,12 @@ class PrefixIndex:
         placed = np.array(values, np.int64)
         if not (table.are_live(ids) & (placed >= 0) & (table.where[ids, column] < 0)).all():
             raise ValueError(f"shard {shard}: an id is unknown, a {what} is negative, or a block has one")
-        if not self._have_parents(ids, shard).all():
+        new = ids[~self._own_copies(table.where[ids])[:, shard]]  # the others have a parent: closure
+        if len(new) and not self._have_parents(new, shard).all():
             raise ValueError(f"shard {shard}: a block's parent is neither in staging nor on the bdev")
-        new = ids[~self._own_copies(table.where[ids])[:, shard]]
         table.where[ids, column] = placed
-        self._tell(True, new[self.are_resident(new)])
+        if len(new):
+            self._tell(True, new[self.are_resident(new)])
 
     def _have_parents(self, ids: I32, shard: int) -> Bools:
         """Whether the parent has an own copy of the shard, is about to get one with these, or need not be."""

@@ -195,8 +195,8 @@ def _bad_parts(layout: RecordLayout, image: memoryview, crcs: Sequence[int], par
 
 
 def pack_header(into: memoryview, layout: RecordLayout, header: RecordHeader) -> None:
-    """Write the header into the first `header_bytes` of a record image. Raises ValueError if it does not fit
-    the layout.
+    """Write the header into the first `header_bytes` of a record image, but for its CRC, which `stamp` adds: until then it
+    is no record. Raises ValueError if it does not fit the layout.
     """
     _check_fits(layout, header)
     table = header.part_crcs.tobytes() + header.tokens
@@ -209,13 +209,12 @@ def pack_header(into: memoryview, layout: RecordLayout, header: RecordHeader) ->
     end = _FIXED.size + len(table)
     into[_FIXED.size : end] = table
     into[end : layout.header_bytes] = bytes(layout.header_bytes - end)
-    _seal_crc(into, layout)
 
 
 def stamp(into: memoryview, layout: RecordLayout, store: bytes, sequence: int) -> None:
-    """Say which store and which use of a segment this packed record is written to."""
+    """Say which store and which use of a segment this packed record is written to, and make its header whole."""
     _STAMP.pack_into(into, _STAMP_AT, store, sequence)
-    _seal_crc(into, layout)
+    _CRC.pack_into(into, _CRC_AT, crc32c(into[_COVERED_FROM : layout.header_bytes]))
 
 
 def unpack_header(view: memoryview, layout: RecordLayout) -> RecordHeader:
@@ -305,7 +304,3 @@ def _check_shape(layout: RecordLayout, fields: tuple[Any, ...]) -> None:
         raise RecordError("shape", f"{fields[4]} parts and {fields[12]} bytes")
     if fields[5] > layout.max_token_bytes:
         raise RecordError("shape", f"{fields[5]} token bytes")
-
-
-def _seal_crc(into: memoryview, layout: RecordLayout) -> None:
-    _CRC.pack_into(into, _CRC_AT, crc32c(into[_COVERED_FROM : layout.header_bytes]))

@@ -105,8 +105,8 @@ class SegmentHeader:
 
 
 class Placement(NamedTuple):
-    """Where one record goes. `opens`: write this segment header first; `seals`: no slot is left in the
-    segment after it.
+    """Where so many `records` go, side by side from `offset` on. `opens`: write this segment header first; `seals`: no slot
+    is left in the segment after them.
     """
 
     offset: int
@@ -114,6 +114,15 @@ class Placement(NamedTuple):
     sequence: int
     opens: SegmentHeader | None = None
     seals: bool = False
+    records: int = 1
+
+
+class HeldRun(NamedTuple):
+    """Records side by side in a segment that is held once for all: which of them are live, 1 or 0 each."""
+
+    segment: int
+    sequence: int
+    are_live: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,9 +276,17 @@ class SegmentLog:
     # --- placing and forgetting ---
 
     def place(
-        self, fingerprint: bytes, record_bytes: int, group: int = 0, *, is_reappend: bool = False
+        self,
+        fingerprint: bytes,
+        record_bytes: int,
+        group: int = 0,
+        *,
+        most: int = 1,
+        is_reappend: bool = False,
     ) -> Placement | None:
-        """Take a slot for one record, or None when a segment must be reclaimed first."""
+        """Take slots for one record, or up to `most` as long as they lie side by side; None when a segment must be
+        reclaimed first.
+        """
         if self.slots_for(record_bytes) < 1:
             raise ValueError(
                 f"a record of {record_bytes} bytes does not fit a segment of {self.segment_bytes}"
@@ -285,16 +302,17 @@ class SegmentLog:
         if segment.record_bytes != record_bytes:
             raise ValueError(f"records of this space have {segment.record_bytes} bytes, not {record_bytes}")
         slot = segment.cursor
-        segment.cursor += 1
-        segment.live += 1
-        segment.is_live[slot] = 1
-        self._account(record_bytes, is_reappend)
+        count = min(most, len(segment.is_live) - slot)
+        segment.cursor += count
+        segment.live += count
+        segment.is_live[slot : slot + count] = b"\1" * count
+        self._account(count * record_bytes, is_reappend)
         seals = segment.cursor == len(segment.is_live)
         if seals:
             self._close(segment)
         assert segment.header is not None
         return Placement(
-            self.offset_of(index, slot, record_bytes), index, segment.header.sequence, opens, seals
+            self.offset_of(index, slot, record_bytes), index, segment.header.sequence, opens, seals, count
         )
 
     def forget(self, offset: int) -> bool:
@@ -325,6 +343,19 @@ class SegmentLog:
         segment.holds += 1
         assert segment.header is not None, "a segment with live records is in use"
         return self.segment_of(offset), segment.header.sequence
+
+    def hold_run(self, offset: int, count: int, record_bytes: int) -> HeldRun | None:
+        """`hold` for a read of so many records side by side; None when none of them is live, and nothing held."""
+        located = self._locate(offset)
+        if located is None or located[0].record_bytes != record_bytes:
+            return None
+        segment, slot = located
+        are_live = bytes(segment.is_live[slot : slot + count]).ljust(count, b"\0")
+        if 1 not in are_live:
+            return None
+        segment.holds += 1
+        assert segment.header is not None, "a segment with live records is in use"
+        return HeldRun(self.segment_of(offset), segment.header.sequence, are_live)
 
     def hold(self, segment: int) -> None:
         """An operation touches the segment."""
@@ -442,11 +473,11 @@ class SegmentLog:
         del self._open[segment.stream]
         segment.state = _State.FULL
 
-    def _account(self, record_bytes: int, is_reappend: bool) -> None:
+    def _account(self, num_bytes: int, is_reappend: bool) -> None:
         if is_reappend:
-            self._reappended += record_bytes
+            self._reappended += num_bytes
         else:
-            self._accepted += record_bytes
+            self._accepted += num_bytes
 
     def _free_if_dead(self, index: int) -> None:
         segment = self._segments[index]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import trio
 import trio.testing
 
-from dpurt.agents.storage import ReadJob, WriteJob
+from dpurt.agents.storage import End, ReadJob, WriteJob
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
 from dpurt.core.device_model import DeviceProfile
@@ -30,10 +30,11 @@ def read_job(agents: Agents, log: Log, name: str, *blocks: int, is_demand: bool)
     taken = agents.pool.take(ref, 0b1111, trio.current_time())
     assert taken is not None
 
-    def done(job: ReadJob, status: str, settled: Callable[[], Awaitable[None]] | None) -> None:
-        log.append((f"{name} {status}", trio.current_time()))
-        if settled is None:
-            agents.pool.fill_failed(job.slot, 0b1111)
+    def done(jobs: Sequence[ReadJob], ends: Sequence[End]) -> None:
+        for job, (status, settled) in zip(jobs, ends, strict=True):
+            log.append((f"{name} {status}", trio.current_time()))
+            if settled is None:
+                agents.pool.fill_failed(job.slot, 0b1111)
 
     return ReadJob(
         state, ref, state.index.key(block_id), 0, taken.slot, state.extent_of(block_id, 0), 0b1111,
@@ -65,10 +66,10 @@ async def test_demand_goes_before_writes_and_writes_before_prefetch(
         log: Log = []
         began = trio.current_time()
         for i in (4, 5):
-            agents.storage.read(read_job(agents, log, f"prefetch{i}", *range(i + 1), is_demand=False))
-        agents.storage.write(write_job(agents, log, "write", 50))
+            agents.storage.read([read_job(agents, log, f"prefetch{i}", *range(i + 1), is_demand=False)])
+        agents.storage.write([write_job(agents, log, "write", 50)])
         for i in range(4):
-            agents.storage.read(read_job(agents, log, f"demand{i}", *range(i + 1), is_demand=True))
+            agents.storage.read([read_job(agents, log, f"demand{i}", *range(i + 1), is_demand=True)])
         await trio.sleep(20)
         assert {name for name, _ in log[:3]} == {"demand0 ok", "demand1 ok", "demand2 ok"}
         ended = {name.split()[0]: round(at - began) for name, at in log}
@@ -88,8 +89,13 @@ async def test_many_blocks_side_by_side_are_few_reads_and_a_failing_one_spoils_n
         if is_failing:
             at = jobs[2].extent
             bdev.inject(Fault(op="read", kind="error", at=at, count=2))  # in the run, and alone
-        for job in jobs:
-            agents.storage.read(job)
+        tell = {job.ref: job.done for job in jobs}
+
+        def done(ended: Sequence[ReadJob], ends: Sequence[End]) -> None:
+            for job, end in zip(ended, ends, strict=True):
+                tell[job.ref]([job], [end])
+
+        agents.storage.read([replace(job, done=done) for job in jobs])
         while not agents.storage.is_quiet:  # noqa: ASYNC110
             await trio.sleep(0.001)
         failed = ["b2 error"] if is_failing else []
@@ -104,11 +110,11 @@ async def test_prefetch_never_takes_all_workers(autojump_clock: trio.testing.Moc
         await agents.store_to_flash(*range(6))
         log: Log = []
         for i in range(5):
-            agents.storage.read(read_job(agents, log, f"p{i}", *range(i + 1), is_demand=False))
+            agents.storage.read([read_job(agents, log, f"p{i}", *range(i + 1), is_demand=False)])
         await trio.sleep(0.5)
         assert agents.storage.backlog == 3
         began = trio.current_time()
-        agents.storage.read(read_job(agents, log, "demand", *range(6), is_demand=True))
+        agents.storage.read([read_job(agents, log, "demand", *range(6), is_demand=True)])
         await trio.sleep(10)
         assert dict(log)["demand ok"] == pytest.approx(began + 1.0)
 
@@ -121,7 +127,7 @@ async def test_a_promoted_read_overtakes_other_prefetches_and_runs_once(
         log: Log = []
         jobs = [read_job(agents, log, f"p{i}", *range(i + 1), is_demand=False) for i in range(4)]
         for job in jobs:
-            agents.storage.read(job)
+            agents.storage.read([job])
         await trio.sleep(0.5)
         agents.storage.promote(jobs[3])
         agents.storage.promote(jobs[3])
@@ -140,7 +146,7 @@ async def test_a_cancelled_agent_ends_its_reads_first(autojump_clock: trio.testi
         await agents.store_to_flash(*range(4))
         began = trio.current_time()
         for i in range(4):
-            agents.storage.read(read_job(agents, log, f"r{i}", *range(i + 1), is_demand=True))
+            agents.storage.read([read_job(agents, log, f"r{i}", *range(i + 1), is_demand=True)])
         await trio.sleep(0.5)
     assert trio.current_time() == pytest.approx(began + 1.0)
     assert {name for name, _ in log} == {"r0 ok", "r1 ok", "r2 ok"}
@@ -155,7 +161,7 @@ async def test_only_a_read_that_has_not_started_can_be_taken_back(
         log: Log = []
         jobs = [read_job(agents, log, f"p{i}", *range(i + 1), is_demand=False) for i in range(3)]
         for job in jobs:
-            agents.storage.read(job)
+            agents.storage.read([job])
         await trio.sleep(0.5)
         assert [agents.storage.cancel(job) for job in jobs] == [False, True, True]
         assert [agents.storage.cancel(job) for job in jobs] == [False, False, False]
@@ -173,7 +179,7 @@ async def test_writes_that_wait_together_go_together(autojump_clock: trio.testin
         began = trio.current_time()
         job = write_job(agents, log, "w", 0)
         for _ in range(8):
-            agents.storage.write(replace(job))
+            agents.storage.write([replace(job)])
         await trio.sleep(20)
         assert agents.storage.store.stores[0].stats().appends == before + 8
         assert max(at for _, at in log) - began < 8

@@ -53,6 +53,7 @@ def make_image(
         tokens=tokens,
     )
     pack_header(image, layout, header)
+    stamp(image, layout, header.store, header.sequence)
     return image
 
 
@@ -124,6 +125,9 @@ def test_header_round_trip(fields: dict[str, object]) -> None:
     header = RecordHeader(fingerprint=SMALL.fingerprint, **fields)  # type: ignore[arg-type]
     image = memoryview(bytearray(b"\xff" * SMALL.record_bytes))
     pack_header(image, SMALL, header)
+    with pytest.raises(RecordError):
+        unpack_header(image, SMALL)
+    stamp(image, SMALL, header.store, header.sequence)
     assert unpack_header(image, SMALL) == header
     assert all(byte == 0xFF for byte in image[SMALL.header_bytes :]), "the payload is not touched"
 

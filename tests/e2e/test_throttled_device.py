@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ async def test_prefetch_yields_to_demand_on_a_throttled_device(tmp_path: Path) -
         ended: list[bool] = []
         finish = node.storage._finish
 
-        def note(job: ReadJob, *rest: Any) -> None:
-            ended.append(job.is_demand)
-            finish(job, *rest)
+        def note(jobs: Sequence[ReadJob], *rest: Any) -> None:
+            ended.extend(job.is_demand for job in jobs)
+            finish(jobs, *rest)
 
         node.storage._finish = note  # type: ignore[method-assign]
         await client.lookup("s", "ahead", tokens(*PREFETCHED))
