@@ -159,7 +159,13 @@ class HeldBlocks:
     def __init__(self, width: int, codec: TokenCodec | None = None) -> None:
         self.width = width
         self._codec = codec or PlainTokens(width)
-        self._held: tuple[dict[Hashable, _Segment | None], dict[Hashable, _Segment | None]] = ({}, {})
+        hbm: dict[Hashable, _Segment | None] = {}
+        cpu: dict[Hashable, _Segment | None] = {}
+        self._held = (hbm, cpu)
+        self._sides = (
+            (hbm, cpu, _ONE[0]),
+            (cpu, hbm, _ONE[1]),
+        )  # of a tier: its own, the other's, what counts one
         self._gone: dict[Hashable, _Segment] = {}  # stand amid a segment, and are held in no tier
         self._below: dict[Hashable, _Branches] = {}
         self._unread: dict[_Segment, None] = {}  # told much at once, and not read
@@ -212,14 +218,14 @@ class HeldBlocks:
 
     def store_one(self, above: Hashable, block_hash: Hashable, told: bytes, tier: HostTier) -> None:
         """As `store`, of a single block without a label: what is told most."""
-        mine = self._held[tier]
+        mine, other, one = self._sides[tier]
         segment = mine.get(above)
         if (
             segment is None
             or not segment.grows
             or segment.hashes[-1] != above
             or block_hash in mine
-            or block_hash in self._held[1 - tier]
+            or block_hash in other
             or block_hash in self._gone
         ):
             self.store(above, [block_hash], told, tier)
@@ -227,8 +233,9 @@ class HeldBlocks:
         segment.hashes.append(block_hash)
         segment.told.append(told)
         mine[block_hash] = segment
-        segment.held += _ONE[tier]
-        segment.grows = block_hash not in self._below
+        segment.held += one
+        if block_hash in self._below:
+            segment.grows = False
 
     def read_ahead(self, max_blocks: int) -> bool:
         """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
@@ -266,7 +273,7 @@ class HeldBlocks:
 
     def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
         """Blocks are no longer held; those that were not are passed over."""
-        mine, other, one = self._held[tier], self._held[1 - tier], _ONE[tier]
+        mine, other, one = self._sides[tier]
         for block_hash, segment in zip(hashes, map(mine.pop, hashes, repeat(None)), strict=True):
             if segment is None:
                 continue
