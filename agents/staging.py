@@ -58,6 +58,7 @@ class Gather:
     blocks: list[Acquired]
     missing: int = 0
     is_over: bool = False  # nobody waits any more: late answers take no lease
+    priority: int = 0
     complete: trio.Event = field(default_factory=trio.Event)
 
     def settle(self, position: int, acquired: Acquired) -> None:
@@ -232,12 +233,14 @@ class StagingAgent(Actor[None]):
         sequence: int,
         expires: float | None,
         deadline: float,
+        priority: int = 0,
     ) -> list[Acquired]:
         """Lease these blocks, reading those not staged. Every block gets an answer by the deadline.
 
         When this is cancelled, whatever it leased belongs to `owner` and ends with it.
         """
-        gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
+        late = [Acquired("late", reason="deadline")] * len(handles)
+        gather = Gather(owner, sequence, expires, late, priority=priority)
         refs = state.refs(handles, shard)
         wheres = self._want_all(state, refs, handles, shard, parts_mask, gather, deadline)
         wanted = (
@@ -286,20 +289,31 @@ class StagingAgent(Actor[None]):
                 continue
             flight = self._flights.get(ref)
             if flight is None and has_room:
-                flight = self._start(state, ref, handle, shard, mask, now, deadline, is_demand=True, job=None)
+                flight = self._start(
+                    state,
+                    ref,
+                    handle,
+                    shard,
+                    mask,
+                    now,
+                    deadline,
+                    is_demand=True,
+                    job=None,
+                    priority=gather.priority,
+                )
             if flight is None:
                 has_room = False
                 gather.blocks[position] = Acquired("no_room", reason="every staging slot is in use")
                 continue
-            self._want(flight, now)
+            self._want(flight, now, gather.priority)
             gather.missing += 1
             flight.waiting.append(Waiting(gather, position, mask, deadline))
         return wheres
 
-    def _want(self, flight: Flight, now: float) -> None:
+    def _want(self, flight: Flight, now: float, priority: int) -> None:
         if self.tape is not None and not flight.job.is_demand:
             self.tape.wanted(flight.ref, now)
-        self._storage.promote(flight.job)
+        self._storage.promote(flight.job, priority)
 
     def _where_unstaged(self, state: SpaceState, ref: int, handle: int, shard: int) -> Where:
         if ref in self._flights:
@@ -361,6 +375,7 @@ class StagingAgent(Actor[None]):
         *,
         is_demand: bool,
         job: int | None,
+        priority: int = 0,
     ) -> Flight | None:
         """Send a block on its way into a slot; None when there is no room. It must be on flash and not under way."""
         assert ref not in self._flights
@@ -370,7 +385,7 @@ class StagingAgent(Actor[None]):
         block_id = state.block_id(handle)
         read = ReadJob(
             state, ref, state.index.key(block_id), shard, taken.slot, state.extent_of(block_id, shard), taken.to_fill,
-            max(deadline, now + self._storage.deadline_s), is_demand, self._landed,
+            max(deadline, now + self._storage.deadline_s), is_demand, self._landed, priority,
         )  # fmt: skip
         flight = self._flights[ref] = Flight(state, ref, taken.slot, taken.to_fill, read, job)
         if job is not None:
@@ -433,8 +448,9 @@ class StagingAgent(Actor[None]):
             return
         handle, shard = state.unref(flight.ref)
         again = self._flights.get(flight.ref) or self._start(
-            state, flight.ref, handle, shard, waiting.mask, now, waiting.deadline, is_demand=True, job=None
-        )
+            state, flight.ref, handle, shard, waiting.mask, now, waiting.deadline, is_demand=True, job=None,
+            priority=gather.priority,
+        )  # fmt: skip
         if again is None:
             gather.settle(waiting.position, Acquired("no_room", reason="every staging slot is in use"))
         else:

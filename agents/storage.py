@@ -1,10 +1,10 @@
 """The storage agent: owns the flash tier and decides what its devices do next.
 
-Workers, as many as the device's queue is deep, take jobs in this order: demand reads, writes, prefetch reads; writes and
-prefetch may never hold all workers, so a demand read waits for one operation at most. A read a request starts to wait for is
-*promoted* from the prefetch queue. Small blocks that were queued in one go and lie side by side on the device (as those
-stored together do) are one operation. Jobs are not cancelled with their requester once started; they end by completion or by
-their deadline, and say so through `done`.
+Workers, as many as the device's queue is deep, take jobs in this order: demand reads (those of the lowest priority number first,
+within one as they came), writes, prefetch reads; writes and prefetch may never hold all workers, so a demand read waits for one
+operation at most. A read a request starts to wait for is *promoted* from the prefetch queue. Small blocks that were queued in
+one go and lie side by side on the device (as those stored together do) are one operation. Jobs are not cancelled with their
+requester once started; they end by completion or by their deadline, and say so through `done`.
 
 A worker that reads is shielded, since the device uses the slot of the job in hand: a cancelled agent tells its workers to
 end after that job, which its deadline bounds. (One scope for a worker's life: one for each read cost a tenth of the read.)
@@ -62,6 +62,7 @@ class ReadJob:
     deadline: float
     is_demand: bool
     done: Callable[[ReadJob, str, Callable[[], Awaitable[None]] | None], None]
+    priority: int = 0  # of a demand read
     started: bool = False
     queued: bool = True
     began: float | None = None  # when the device was given it
@@ -107,7 +108,7 @@ class StorageAgent(Actor[None]):
         self.store = store
         self.deadline_s = deadline_s
         self._workers = max(3, workers)
-        self._demand: deque[ReadJob] = deque()
+        self._demand: dict[int, deque[ReadJob]] = {}  # by priority
         self._prefetch: deque[ReadJob] = deque()
         self._writes: deque[WriteJob] = deque()
         self.budget: WriteBudget | None = None  # of flash's endurance; None: everything is written
@@ -130,19 +131,25 @@ class StorageAgent(Actor[None]):
 
     def read(self, job: ReadJob) -> None:
         """Queue a read."""
-        (self._demand if job.is_demand else self._prefetch).append(job)
         if job.is_demand:
-            self.bytes_wanted += job.record_bytes
-        self._wake_worker()
+            self._queue_demand(job)
+        else:
+            self._prefetch.append(job)
+            self._wake_worker()
 
-    def promote(self, job: ReadJob) -> None:
-        """Somebody waits for this prefetch now."""
-        if job.is_demand:
-            return
-        job.is_demand = True
+    def promote(self, job: ReadJob, priority: int = 0) -> None:
+        """Somebody waits for this read now, who may be in more of a hurry than those before. Its former place is skipped later."""
+        if not job.is_demand:
+            job.is_demand, job.priority = True, priority
+            self._queue_demand(job)
+        elif priority < job.priority and not job.started:
+            job.priority = priority
+            self._demand.setdefault(priority, deque()).append(job)
+
+    def _queue_demand(self, job: ReadJob) -> None:
         self.bytes_wanted += job.record_bytes
         if not job.started:
-            self._demand.append(job)  # its place in the prefetch queue is skipped later
+            self._demand.setdefault(job.priority, deque()).append(job)
             self._wake_worker()
 
     def cancel(self, job: ReadJob) -> bool:
@@ -167,7 +174,7 @@ class StorageAgent(Actor[None]):
     @property
     def backlog(self) -> int:
         """Jobs waiting."""
-        return len(self._demand) + len(self._writes) + len(self._prefetch)
+        return sum(map(len, self._demand.values())) + len(self._writes) + len(self._prefetch)
 
     @property
     def is_quiet(self) -> bool:
@@ -198,7 +205,7 @@ class StorageAgent(Actor[None]):
 
     async def _work_shielded(self, scope: trio.CancelScope) -> None:
         while not self._is_ending:
-            if read := self._next_run(self._demand):
+            if read := self._next_demand():
                 self._reading += 1
                 try:
                     await self._do_read(read)
@@ -218,6 +225,14 @@ class StorageAgent(Actor[None]):
                     self._prefetching -= 1
             else:
                 await self._idle.park()
+
+    def _next_demand(self) -> list[ReadJob]:
+        while self._demand:
+            first = min(self._demand)
+            if run := self._next_run(self._demand[first]):
+                return run
+            del self._demand[first]
+        return []
 
     def _next_read(self, queue: deque[ReadJob]) -> ReadJob | None:
         while queue:
