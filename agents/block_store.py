@@ -581,7 +581,9 @@ class BlockStore:
             if writing.is_headless:
                 why = "the header of its segment could not be written"
                 status = writing.header_failure
-                raise BdevError(self._bdev.info.name, "write", run.offset, total_bytes(run.images), status, why)
+                raise BdevError(
+                    self._bdev.info.name, "write", run.offset, total_bytes(run.images), status, why
+                )
             return
         try:
             await self._write_segment_block(run.segment, run.opens, deadline)

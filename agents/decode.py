@@ -386,9 +386,7 @@ class DecodeAgent:
         image[header : layout.record_bytes] = source[header + layout.gap : layout.record_bytes + layout.gap]
         decoding.pool.fill_done(at, PART, trio.current_time())
 
-    def _landed(
-        self, decoding: Decoding, slot: int, jobs: Sequence[ReadJob], ends: Sequence[End]
-    ) -> None:
+    def _landed(self, decoding: Decoding, slot: int, jobs: Sequence[ReadJob], ends: Sequence[End]) -> None:
         (job,), ((status, settled),) = jobs, ends
         pool, now = decoding.pool, trio.current_time()
         read = decoding.reads.get(slot)

@@ -281,7 +281,10 @@ class GatewayAgent(Actor[None]):
             return self._lookup_each(session, state, request)
         ids = self._index.match(state, request.tokens, request.digests)
         if request.intent == "will_load":
-            self._arrive(session, state, request.request, request.tokens, request.digests, request.shard, ids)
+            scope = self._arrive(
+                session, state, request.request, request.tokens, request.digests, request.shard, ids
+            )
+            scope.priority = request.priority
         return self._found(state, request, ids, len(ids))
 
     def _lookup_each(self, session: Session, state: SpaceState, request: m.Lookup) -> m.LookupReply:
@@ -295,7 +298,7 @@ class GatewayAgent(Actor[None]):
             scope = self.hosts.open_scope(
                 session, request.request, state, None, request.digests, request.shard, chained=False
             )
-            scope.handles = state.known_handles(found)
+            scope.handles, scope.priority = state.known_handles(found), request.priority
             self._after_reply.append((session, scope, ids, None))
         missing = len(found) if is_here.all() else int(is_here.argmin())
         reply = self._found(state, request, ids, missing)
@@ -319,10 +322,11 @@ class GatewayAgent(Actor[None]):
         self, session: Session, state: SpaceState, request: str,
         tokens: bytes | None, digests: list[bytes] | None, shard: int, ids: NDArray[np.int32],
         expected_start: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Scope:  # fmt: skip
         scope = self.hosts.open_scope(session, request, state, tokens, digests, shard)
         scope.handles = state.index.handles(ids)
         self._after_reply.append((session, scope, ids, expected_start))
+        return scope
 
     def _note_arrival(
         self, session: Session, scope: Scope, ids: NDArray[np.int32], expected_start: float | None
@@ -539,6 +543,7 @@ class GatewayAgent(Actor[None]):
                 scope.sequence,
                 expires,
                 deadline,
+                scope.priority,
             )
         )
         beyond = Acquired("miss", reason="beyond the matched prefix")

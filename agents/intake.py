@@ -379,7 +379,11 @@ class Intake:
 
     def _prepare(self, run: Sequence[_Arrival], ids: Ids, statuses: list[str]) -> list[_Arrival]:
         """Filling slots for a run of blocks whose records are `ids`; a status for each that gets none."""
-        state, shard, handles = run[0].reserved.state, run[0].reserved.shard, run[0].reserved.state.index.handles(ids).tolist()
+        state, shard, handles = (
+            run[0].reserved.state,
+            run[0].reserved.shard,
+            run[0].reserved.state.index.handles(ids).tolist(),
+        )
         where = state.index.locations(ids)
         are_here = (where.slot[:, shard] >= 0) | (where.extent[:, shard] >= 0)
         fresh: list[_Arrival] = []
@@ -582,9 +586,7 @@ def _is_being_written(reserved: Reserved) -> bool:
 
 
 def _is_intact(offsets: Sequence[int], payload: memoryview, crcs: Sequence[int]) -> bool:
-    return all(
-        [crc32c.crc32c(payload[offsets[i] : offsets[i + 1]]) == crc for i, crc in enumerate(crcs)]
-    )
+    return all([crc32c.crc32c(payload[offsets[i] : offsets[i + 1]]) == crc for i, crc in enumerate(crcs)])
 
 
 def _has_parent(arrival: _Arrival, stored: Sequence[_Arrival]) -> bool:

@@ -32,6 +32,7 @@ class Scope:
     used_at: float
     chained: bool = True  # else each of its digests stands alone, and `handles` has one for each, NO_HANDLE where it is not here
     prompt_bytes: int = 0
+    priority: int = 0  # whose reads go first: the lower
     commits: set[trio.CancelScope] = field(default_factory=set)  # under way: they end with the scope
 
     @property

@@ -59,6 +59,7 @@ class Gather:
     blocks: list[Acquired]
     missing: int = 0
     is_over: bool = False  # nobody waits any more: late answers take no lease
+    priority: int = 0
     complete: trio.Event = field(default_factory=trio.Event)
 
     def settle(self, position: int, acquired: Acquired) -> None:
@@ -239,12 +240,14 @@ class StagingAgent(Actor[None]):
         sequence: int,
         expires: float | None,
         deadline: float,
+        priority: int = 0,
     ) -> list[Acquired]:
         """Lease these blocks, reading those not staged. Every block gets an answer by the deadline.
 
         When this is cancelled, whatever it leased belongs to `owner` and ends with it.
         """
-        gather = Gather(owner, sequence, expires, [Acquired("late", reason="deadline")] * len(handles))
+        late = [Acquired("late", reason="deadline")] * len(handles)
+        gather = Gather(owner, sequence, expires, late, priority=priority)
         refs = state.refs(handles, shard)
         wheres = self._want_all(state, refs, handles, shard, parts_mask, gather, deadline)
         wanted = (
@@ -294,24 +297,25 @@ class StagingAgent(Actor[None]):
             else:
                 wanted.setdefault(ref, []).append(waiting)
         if wanted:
-            for position in self._fetch(state, shard, mask, wanted, now, deadline):
+            for position in self._fetch(state, shard, mask, wanted, now, deadline, gather.priority):
                 wheres[position] = "gone"
         return wheres
 
     def _join(self, flight: Flight, waiting: Waiting, now: float) -> None:
         if self.tape is not None and not flight.is_demand:
             self.tape.wanted(flight.ref, now)
-        self._storage.promote(flight)
+        self._storage.promote(flight, waiting.gather.priority)
         waiting.gather.missing += 1
         flight.waiting.append(waiting)
 
     def _fetch(
-        self, state: SpaceState, shard: int, mask: int, wanted: Mapping[int, list[Waiting]], now: float, deadline: float
+        self, state: SpaceState, shard: int, mask: int, wanted: Mapping[int, list[Waiting]], now: float,
+        deadline: float, priority: int,
     ) -> list[int]:  # fmt: skip
         """Flights for blocks nobody reads yet, and who waits for them. The positions of those that are gone."""
         blocks = self._on_flash(state, list(wanted), shard)
         found = [block for block in blocks if block.extent >= 0]
-        flights = self._start(state, found, shard, mask, now, deadline, is_demand=True)
+        flights = self._start(state, found, shard, mask, now, deadline, is_demand=True, priority=priority)
         for flight in flights:
             flight.waiting = wanted[flight.ref]
             for waiting in flight.waiting:
@@ -386,6 +390,7 @@ class StagingAgent(Actor[None]):
         *,
         is_demand: bool,
         job: int | None = None,
+        priority: int = 0,
     ) -> list[Flight]:
         """Send blocks of a chain on their way into slots; where room runs out, the first of them. None may be under way."""
         if not blocks:
@@ -399,7 +404,7 @@ class StagingAgent(Actor[None]):
         flights = [
             Flight(
                 state, block.ref, block.key, shard, one.slot, block.extent, one.to_fill, deadline, is_demand, self._landed,
-                prefetch_job=job,
+                priority=priority, prefetch_job=job,
             )
             for block, one in zip(blocks, taken, strict=False)
         ]  # fmt: skip
@@ -473,7 +478,14 @@ class StagingAgent(Actor[None]):
         if again is None:
             blocks = self._on_flash(state, [flight.ref], flight.shard)
             started = self._start(
-                state, blocks, flight.shard, waiting.mask, now, waiting.deadline, is_demand=True
+                state,
+                blocks,
+                flight.shard,
+                waiting.mask,
+                now,
+                waiting.deadline,
+                is_demand=True,
+                priority=gather.priority,
             )
             again = started[0] if started else None
         if again is None:

@@ -1,10 +1,10 @@
 """The storage agent: owns the flash tier and decides what its devices do next.
 
-Workers, as many as the device's queue is deep, take jobs in this order: demand reads, writes, prefetch reads; writes and
-prefetch may never hold all workers, so a demand read waits for one operation at most. A read a request starts to wait for is
-*promoted* from the prefetch queue. Blocks that lie side by side on the device (as those stored together do) are one
-operation, see `dpurt.core.read_queue`. Jobs are not cancelled with their requester once started; they end by completion or by
-their deadline, and say so through `done`.
+Workers, as many as the device's queue is deep, take jobs in this order: demand reads (those of the lowest priority number first,
+within one as they came), writes, prefetch reads; writes and prefetch may never hold all workers, so a demand read waits for one
+operation at most. A read a request starts to wait for is *promoted* from the prefetch queue. Blocks that lie side by side on the
+device (as those stored together do) are one operation, see `dpurt.core.read_queue`. Jobs are not cancelled with their requester
+once started; they end by completion or by their deadline, and say so through `done`.
 
 A worker that reads is shielded, since the device uses the slot of the job in hand: a cancelled agent tells its workers to
 end after that job, which its deadline bounds. (One scope for a worker's life: one for each read cost a tenth of the read.)
@@ -63,6 +63,7 @@ class ReadJob:
     deadline: float
     is_demand: bool
     done: Callable[[Sequence[ReadJob], Sequence[End]], None]
+    priority: int = 0  # of a demand read
     waits: bool = True  # False: begun, or taken back
     began: float | None = None  # when the device was given it
     layout: RecordLayout | None = (
@@ -123,7 +124,7 @@ class StorageAgent(Actor[None]):
         self.store = store
         self.deadline_s = deadline_s
         self._workers = max(3, workers)
-        self._demand: ReadQueue[ReadJob] = ReadQueue()
+        self._demand: dict[int, ReadQueue[ReadJob]] = {}  # by priority
         self._prefetch: ReadQueue[ReadJob] = ReadQueue()
         self._writes: deque[WriteJob] = deque()
         self.budget: WriteBudget | None = None  # of flash's endurance; None: everything is written
@@ -145,23 +146,29 @@ class StorageAgent(Actor[None]):
     # --- asking for work ---
 
     def read(self, jobs: Sequence[ReadJob]) -> None:
-        """Queue reads, all for a demand or none. Those that lie side by side go together."""
+        """Queue reads, all for one demand or none. Those that lie side by side go together."""
         if not jobs:
             return
         if jobs[0].is_demand:
             self.bytes_wanted += sum(job.record_bytes for job in jobs)
-            self._wake_workers(self._demand.push(jobs))
+            self._queue_demand(jobs)
         else:
             self._wake_workers(self._prefetch.push(jobs))
 
-    def promote(self, job: ReadJob) -> None:
-        """Somebody waits for this prefetch now."""
-        if job.is_demand:
+    def _queue_demand(self, jobs: Sequence[ReadJob]) -> None:
+        self._wake_workers(self._demand.setdefault(jobs[0].priority, ReadQueue()).push(jobs))
+
+    def promote(self, job: ReadJob, priority: int = 0) -> None:
+        """Somebody waits for this read now, who may be in more of a hurry than those before."""
+        if not job.is_demand:
+            job.is_demand, job.priority = True, priority
+            self.bytes_wanted += job.record_bytes
+        elif priority < job.priority:
+            job.priority = priority
+        else:
             return
-        job.is_demand = True
-        self.bytes_wanted += job.record_bytes
-        if job.waits:  # its place in the prefetch queue is passed over later
-            self._wake_workers(self._demand.push([job]))
+        if job.waits:  # its former place is passed over later
+            self._queue_demand([job])
 
     def cancel(self, job: ReadJob) -> bool:
         """Take a read back that has not started. False: too late."""
@@ -184,7 +191,7 @@ class StorageAgent(Actor[None]):
     @property
     def backlog(self) -> int:
         """Jobs waiting."""
-        return len(self._demand) + len(self._writes) + len(self._prefetch)
+        return sum(map(len, self._demand.values())) + len(self._writes) + len(self._prefetch)
 
     @property
     def is_quiet(self) -> bool:
@@ -215,7 +222,7 @@ class StorageAgent(Actor[None]):
 
     async def _work_shielded(self, scope: trio.CancelScope) -> None:
         while not self._is_ending:
-            if read := self._demand.pop():
+            if read := self._next_demand():
                 self._reading += 1
                 try:
                     await self._do_read(read)
@@ -235,6 +242,14 @@ class StorageAgent(Actor[None]):
                     self._prefetching -= 1
             else:
                 await self._idle.park()
+
+    def _next_demand(self) -> list[ReadJob]:
+        while self._demand:
+            first = min(self._demand)
+            if run := self._demand[first].pop():
+                return run
+            del self._demand[first]
+        return []
 
     async def _do_read(self, run: Sequence[ReadJob]) -> None:
         ends: Sequence[End] = [_FAILED] * len(run)

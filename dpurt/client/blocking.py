@@ -86,6 +86,7 @@ class BlockingClient:
         will_load: bool = True,
         shard: int = 0,
         chained: bool = True,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
         """See `Client.lookup`."""
@@ -99,6 +100,7 @@ class BlockingClient:
                 will_load=will_load,
                 shard=shard,
                 chained=chained,
+                priority=priority,
                 timeout_s=budget,
             ),
         )

@@ -192,15 +192,17 @@ class Client:
         will_load: bool = True,
         shard: int = 0,
         chained: bool = True,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> m.LookupReply:
         """How much of a prompt (raw little-endian tokens, or digests) the node has.
 
         Digests that are not `chained` stand alone: `LookupReply.is_present` tells of each; a load's positions are theirs.
+        What loads of this request wait for is read before what those of a higher `priority` number do (-100 to 100).
         """
         message = m.Lookup(
             space=space, request=request, shard=shard, chained=chained, intent="will_load" if will_load else "probe",
-            tokens=None if tokens is None else bytes(tokens),
+            priority=priority, tokens=None if tokens is None else bytes(tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
         reply = await self._talk.call(message, m.LookupReply, timeout_s)

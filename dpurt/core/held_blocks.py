@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -86,7 +87,7 @@ def _counted(told: _Told) -> tuple[bytes, int]:
 
 
 class _Segment:
-    __slots__ = ("above", "content", "hashes", "held", "key", "label", "told")
+    __slots__ = ("above", "content", "grows", "hashes", "held", "key", "label", "told")
 
     def __init__(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> None:
         self.above = above
@@ -94,6 +95,7 @@ class _Segment:
         self.content = bytearray()
         self.told = told  # not read yet, comes after `content`
         self.held = 0  # blocks held: `_ONE[tier]` for each
+        self.grows = False  # what is told below its last block becomes part of it
         self.label = label
         self.key = b""  # its name in `_Branches.known`, once it has one
 
@@ -157,10 +159,15 @@ class HeldBlocks:
     def __init__(self, width: int, codec: TokenCodec | None = None) -> None:
         self.width = width
         self._codec = codec or PlainTokens(width)
-        self._held: tuple[dict[Hashable, _Segment | None], dict[Hashable, _Segment | None]] = ({}, {})
+        hbm: dict[Hashable, _Segment | None] = {}
+        cpu: dict[Hashable, _Segment | None] = {}
+        self._held = (hbm, cpu)
+        self._sides = (
+            (hbm, cpu, _ONE[0]),
+            (cpu, hbm, _ONE[1]),
+        )  # of a tier: its own, the other's, what counts one
         self._gone: dict[Hashable, _Segment] = {}  # stand amid a segment, and are held in no tier
         self._below: dict[Hashable, _Branches] = {}
-        self._tails: dict[Hashable, _Segment] = {}  # those that may grow, by their last block
         self._unread: dict[_Segment, None] = {}  # told much at once, and not read
 
     def __len__(self) -> int:
@@ -191,12 +198,12 @@ class HeldBlocks:
         self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes = b""
     ) -> None:
         """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
-        mine, tails = self._held[tier], self._tails
+        mine = self._held[tier]
         if not self._are_new(hashes):
             self._store_each(above, hashes, told, tier, label)
             return
-        segment = None if label else tails.pop(above, None)
-        if segment is None:
+        segment = self._ending(above)
+        if segment is None or not segment.grows or label:
             segment = self._begin(above, list(hashes), [(told, len(hashes))], label)
         else:
             segment.hashes += hashes
@@ -211,24 +218,24 @@ class HeldBlocks:
 
     def store_one(self, above: Hashable, block_hash: Hashable, told: bytes, tier: HostTier) -> None:
         """As `store`, of a single block without a label: what is told most."""
-        mine = self._held[tier]
-        segment = self._tails.pop(above, None)
+        mine, other, one = self._sides[tier]
+        segment = mine.get(above)
         if (
             segment is None
+            or not segment.grows
+            or segment.hashes[-1] != above
             or block_hash in mine
-            or block_hash in self._held[1 - tier]
+            or block_hash in other
             or block_hash in self._gone
         ):
-            if segment is not None:
-                self._tails[above] = segment
             self.store(above, [block_hash], told, tier)
             return
         segment.hashes.append(block_hash)
         segment.told.append(told)
         mine[block_hash] = segment
-        segment.held += _ONE[tier]
-        if block_hash not in self._below:
-            self._tails[block_hash] = segment
+        segment.held += one
+        if block_hash in self._below:
+            segment.grows = False
 
     def read_ahead(self, max_blocks: int) -> bool:
         """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
@@ -254,9 +261,7 @@ class HeldBlocks:
 
     def _let_grow(self, segment: _Segment) -> None:
         """What comes below its last block becomes part of it, unless something is there already."""
-        last = segment.hashes[-1]
-        if last not in self._below:
-            self._tails[last] = segment
+        segment.grows = segment.hashes[-1] not in self._below
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
@@ -268,9 +273,8 @@ class HeldBlocks:
 
     def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
         """Blocks are no longer held; those that were not are passed over."""
-        mine, other, one, tails = self._held[tier], self._held[1 - tier], _ONE[tier], self._tails
-        for block_hash in hashes:
-            segment = mine.pop(block_hash, None)
+        mine, other, one = self._sides[tier]
+        for block_hash, segment in zip(hashes, map(mine.pop, hashes, repeat(None)), strict=True):
             if segment is None:
                 continue
             segment.held = left = segment.held - one
@@ -279,8 +283,8 @@ class HeldBlocks:
             elif other and block_hash in other:
                 continue
             elif (standing := segment.hashes)[-1] == block_hash:
-                standing.pop()  # its tokens may still be there: it grows no more
-                tails.pop(block_hash, None)
+                standing.pop()
+                segment.grows = False  # its tokens may still be there
             else:
                 self._gone[block_hash] = segment
 
@@ -295,7 +299,6 @@ class HeldBlocks:
             segment.key = b""
             if not segment.held:
                 self._unread.pop(segment, None)
-                self._tails.pop(segment.hashes[-1], None)
             else:
                 self._below.setdefault(segment.above, _Branches()).new[segment] = None
                 self._gone.update(
@@ -350,12 +353,19 @@ class HeldBlocks:
         if branches is None:
             branches = self._below[above] = _Branches()
         branches.new[segment] = None
-        self._tails.pop(above, None)
+        ending = self._ending(above)
+        if ending is not None:
+            ending.grows = False
         return segment
+
+    def _ending(self, block_hash: Hashable) -> _Segment | None:
+        """The segment whose last block this is."""
+        one, other = self._held
+        segment = one.get(block_hash) or other.get(block_hash) or self._gone.get(block_hash)
+        return segment if segment is not None and segment.hashes[-1] == block_hash else None
 
     def _end(self, segment: _Segment) -> None:
         self._unread.pop(segment, None)
-        self._tails.pop(segment.hashes[-1], None)
         if self._gone:
             for block_hash in segment.hashes:
                 self._gone.pop(block_hash, None)
@@ -425,12 +435,11 @@ class HeldBlocks:
         held = self._held[0].keys() | self._held[1].keys()
         assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
-        for last, segment in self._tails.items():
-            assert segment in segments, "a segment that is gone may grow"
-            assert segment.hashes[-1] == last, "a segment would grow amid it"
-            assert last not in self._below, "a segment would grow where another begins"
-            tokens = len(segment.content) // self.width + sum(_counted(told)[1] for told in segment.told)
-            assert tokens == len(segment.hashes), "a segment would grow past tokens of blocks that went"
+        for segment in segments:
+            if segment.grows:
+                assert segment.hashes[-1] not in self._below, "a segment would grow where another begins"
+                tokens = len(segment.content) // self.width + sum(_counted(told)[1] for told in segment.told)
+                assert tokens == len(segment.hashes), "a segment would grow past tokens of blocks that went"
 
 
 def _first(pair: tuple[int, _Segment]) -> int:

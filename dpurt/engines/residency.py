@@ -16,8 +16,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,8 +28,6 @@ MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
 _PLAIN_KINDS = _WHOLE_PREFIX | {None}
 _NO_EXTRAS = [None]
-_medium, _hashes = attrgetter("medium"), attrgetter("block_hashes")
-_medium_and_group = attrgetter("medium", "group_idx")
 
 
 class Dialect(NamedTuple):
@@ -201,14 +198,19 @@ class Residency:
 
     def _remove_run(self, run: Iterable[BlockRemoved]) -> None:
         """Evictions come one by one, many in a row: they are entered together."""
-        if self._windowed:
-            for (medium, group), same in groupby(run, _medium_and_group):
-                self._remove(list(chain.from_iterable(map(_hashes, same))), medium, group)
-        else:  # then it does not matter of which group they are
-            for medium, same in groupby(run, _medium):
-                self._remove(list(chain.from_iterable(map(_hashes, same))), medium, None)
+        by_group = bool(self._windowed)  # else it does not matter of which group they are
+        hashes: list[BlockHash] = []
+        medium = group = None
+        for event in run:
+            if event.medium != medium or (by_group and event.group_idx != group):
+                self._remove(hashes, medium, group)
+                hashes, medium, group = [], event.medium, event.group_idx if by_group else None
+            hashes += event.block_hashes
+        self._remove(hashes, medium, group)
 
     def _remove(self, hashes: list[BlockHash], medium: str | None, group: int | None) -> None:
+        if not hashes:
+            return
         tier = self.engine.dialect.media.get(medium)
         if tier is None:
             self.stats.pass_over("medium", len(hashes))

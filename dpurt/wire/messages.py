@@ -22,12 +22,14 @@ from dpurt.errors import RemoteProtocolError
 
 PROTOCOL = 1
 MAX_BLOCKS = 4096  # blocks in one load, reserve, commit or release
+MAX_PRIORITY = 100  # so that a client cannot make more queues than that
 MAX_TOKEN_BYTES = 16 << 20
 MAX_RANKED = 256  # blocks an engine may rank for one layer group
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Short = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Positive = Annotated[int, Meta(ge=1, le=2**48)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Millis = Annotated[int, Meta(ge=1, le=3_600_000)]
@@ -107,7 +109,8 @@ class Lookup(Request, tag="lookup"):
 
     ``will_load`` opens the scope `request` and starts prefetch; ``probe`` changes nothing. With `chained` false each digest
     stands alone, as hooks give them that name blocks without their parents: it is looked up, stored and kept by itself,
-    and `LookupReply.present` says which are here. One space is used one way.
+    and `LookupReply.present` says which are here. One space is used one way. `priority` is the scope's until the next
+    lookup: reads that loads of it wait for go before those of higher numbers, as vLLM counts.
     """
 
     space: Name
@@ -117,6 +120,7 @@ class Lookup(Request, tag="lookup"):
     intent: Literal["probe", "will_load"] = "will_load"
     shard: Count = 0
     chained: bool = True
+    priority: Priority = 0
 
 
 class Hint(Request, tag="hint"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
+from dpurt.agents.storage import ReadJob
 from dpurt.client import Client
 from dpurt.client.admin import ask
 from dpurt.errors import NodeUnavailable, RemoteProtocolError
@@ -15,6 +17,7 @@ from dpurt.node import Node
 from dpurt.testing.node import running, small_config, small_host, small_space
 from dpurt.testing.node_steps import (
     buffers,
+    empty_staging,
     host,
     node_and_host,
     payloads,
@@ -105,6 +108,29 @@ async def test_a_probe_opens_no_scope_and_a_lookup_does(tmp_path: Path) -> None:
         assert await client.cancel("r") == 0
         assert await client.cancel("r") == 0
         assert scopes(node) == 0
+
+
+@pytest.mark.parametrize("has_prefetch", [False, True])
+async def test_reads_have_the_priority_of_the_last_lookup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_prefetch: bool
+) -> None:
+    prefetch = {} if has_prefetch else {"prefetch": {"enabled": False}}
+    async with node_and_host(tmp_path, **prefetch) as (node, client):
+        await store(client, "r", 0, 1)
+        await empty_staging(node)
+        turns: list[int] = []
+        do_read = node.storage._do_read
+
+        async def noted(run: Sequence[ReadJob]) -> None:
+            await until(lambda: all(job.is_demand for job in run))  # a load wants them all
+            turns.extend(job.priority for job in run)
+            await do_read(run)
+
+        monkeypatch.setattr(node.storage, "_do_read", noted)
+        await client.lookup("s", "r", tokens(0, 1), priority=5)
+        await client.lookup("s", "r", tokens(0, 1), priority=-3)
+        assert statuses(await client.load("r", 0, buffers(2))) == ["ok", "ok"]
+        assert turns == [-3, -3]
 
 
 async def test_ending_a_scope_frees_leases_and_reservations_before_the_answer(tmp_path: Path) -> None:

@@ -76,6 +76,24 @@ async def test_demand_goes_before_writes_and_writes_before_prefetch(
         assert [ended[name] for name in ("demand2", "demand3", "prefetch4", "prefetch5")] == [1, 2, 2, 3]
 
 
+async def test_demand_of_a_lower_priority_number_goes_first(autojump_clock: trio.testing.MockClock) -> None:
+    async with running_agents(ModelledBdev(capacity(24), profile=SECOND), workers=3) as agents:
+        await agents.store_to_flash(*range(12))
+        log: Log = []
+        jobs = [read_job(agents, log, str(i), *range(i + 1), is_demand=i != 11) for i in range(12)]
+        for job, priority in zip(jobs, (0, 0, 0, 5, 5, 5, 0, 0, -1, 5, 5, 5), strict=True):
+            job.priority = priority
+            agents.storage.read([job])
+        agents.storage.promote(jobs[10], -2)  # somebody else, who is in a hurry, wants it, too
+        agents.storage.promote(jobs[11])
+        assert agents.storage.bytes_wanted == 12 * jobs[0].record_bytes
+        await trio.sleep(20)
+        order = [name.split()[0] for name, _ in log]
+        turns = [set(order[i : i + 3]) for i in range(0, 12, 3)]
+        assert turns == [{"10", "8", "0"}, {"1", "2", "6"}, {"7", "11", "3"}, {"4", "5", "9"}]
+        assert (agents.storage.bytes_wanted, agents.storage.is_quiet) == (0, True)
+
+
 @pytest.mark.parametrize("is_failing", [False, True])
 async def test_many_blocks_side_by_side_are_few_reads_and_a_failing_one_spoils_no_other(
     is_failing: bool,

@@ -31,6 +31,7 @@ class FakeLink:
     answers: threading.Event = field(default_factory=threading.Event)
     tally: Tally = field(default_factory=Tally)
     asked: list[bytes] = field(default_factory=list)
+    priorities: list[int] = field(default_factory=list)
     hints: list[m.Hint] = field(default_factory=list)
     roles: set[str] = field(default_factory=lambda: {"worker"})
     state: str = "up"
@@ -49,6 +50,7 @@ class FakeLink:
 
     def lookup(self, space: str, request: str, tokens: bytes, **rest: Any) -> m.LookupReply:
         self.asked.append(tokens)
+        self.priorities.append(rest["priority"])
         return m.LookupReply(
             id=1, matched_blocks=self.matched, matched_tokens=self.matched * BT, nvme=self.nvme
         )
@@ -86,7 +88,7 @@ def request(name: str = "r", count: int = 32, **fields: Any) -> Any:
     plain = {
         "request_id": name, "prompt_token_ids": tokens, "all_token_ids": tokens, "num_tokens": count,
         "num_prompt_tokens": count, "mm_features": [], "prompt_embeds": None, "pooling_params": None,
-        "lora_request": None, "cache_salt": None, "kv_transfer_params": None,
+        "lora_request": None, "cache_salt": None, "kv_transfer_params": None, "priority": 0,
     }  # fmt: skip
     return SimpleNamespace(**{**plain, **fields})
 
@@ -108,6 +110,22 @@ def test_what_the_node_has_beyond_the_local_hit_is_loaded(make: Callable[..., As
     asker.allocated(one, [7, 6, 5, 4], 16)
     [order] = asker.take_step([], is_idle=True).loads
     assert (order.first, order.ids) == (1, (6, 5))
+
+
+@pytest.mark.parametrize(
+    ("priority", "hinted", "sent"),
+    [(0, None, 0), (3, None, 3), (3, -7, -7), (10**9, None, m.MAX_PRIORITY), (4, "high", 4)],
+)
+def test_a_request_goes_to_the_node_with_its_priority(
+    make: Callable[..., Asker], link: FakeLink, priority: int, hinted: object, sent: int
+) -> None:
+    params = None if hinted is None else {"dpurt": {"priority": hinted}}
+    asker, one = make(), request(priority=priority, kv_transfer_params=params)
+    asker.arrived(one)
+    decided(asker, one)
+    asker.allocated(one, [7, 6, 5, 4], 24)
+    [order] = asker.take_step([], is_idle=True).loads
+    assert (link.priorities, order.priority) == ([sent], sent)
 
 
 def test_an_answer_that_is_late_is_a_miss_and_the_scheduler_never_waits_for_it(

@@ -35,6 +35,7 @@ class Order:
     more_tokens: bytes
     by_layer: bool = False  # the step that is about to run reads the blocks
     expect_ms: int = 0  # blocks that are not there yet are on their way: wait so long for them
+    priority: int = 0  # whose reads go first at the node: the lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class Book:
         *,
         by_layer: bool,
         expect_ms: int = 0,
+        priority: int = 0,
     ) -> None:
         """The request has blocks `ids`, and so many tokens of them are to be loaded."""
         one = self._requests[request]
@@ -137,7 +139,7 @@ class Book:
         chosen = tuple(ids[one.first : one.first + count])
         assert len(chosen) == count, f"{request}: {len(ids)} blocks, a load of {count} from {one.first}"
         more = self._tokens_until(one, one.first + count)
-        one.load = Order(request, one.first, chosen, more, by_layer, expect_ms)
+        one.load = Order(request, one.first, chosen, more, by_layer, expect_ms, priority)
         self._step.loads.append(one.load)
         one.is_loading = not by_layer
         one.saved_to = max(one.saved_to, one.first + count)

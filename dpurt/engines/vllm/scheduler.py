@@ -37,6 +37,7 @@ class _Asked:
     watch: Stopwatch
     answer: Future[m.LookupReply | None]
     hints: Mapping[str, Any]
+    priority: int
     loaded_tokens: int = 0
     nvme_tokens: int = 0
 
@@ -145,11 +146,12 @@ class Asker:
             return
         self._book.open(request.request_id, tokens)
         self._open.add(request.request_id)
+        priority = _priority_of(request, hints)
         if self._settings.load == "none" or hints.get("load") is False:
             answer = _no_answer()
         else:
-            answer = self._pool.submit(self._ask, request.request_id, tokens)
-        self._asked[request.request_id] = _Asked(Stopwatch(), answer, hints)
+            answer = self._pool.submit(self._ask, request.request_id, tokens, priority)
+        self._asked[request.request_id] = _Asked(Stopwatch(), answer, hints, priority)
 
     def _is_read(self, request: Any) -> bool:
         """The version of the request's adapter is known, or given up."""
@@ -178,7 +180,7 @@ class Asker:
             fields.append(("generation", self._generation))
         return mark_of(fields, self._block_tokens)
 
-    def _ask(self, request: str, tokens: bytes) -> m.LookupReply | None:
+    def _ask(self, request: str, tokens: bytes, priority: int) -> m.LookupReply | None:
         """In a thread."""
         if not self._link.is_up:
             return None
@@ -187,7 +189,7 @@ class Asker:
         reply = self._link.call(
             lambda client: client.lookup(
                 self._settings.space, request, tokens,
-                will_load="worker" in self._link.roles, timeout_s=budget,
+                will_load="worker" in self._link.roles, priority=priority, timeout_s=budget,
             )
         )  # fmt: skip
         self._link.tally.count(lookup_s=watch.s)
@@ -254,8 +256,9 @@ class Asker:
             return
         by_layer = self._settings.load == "layers" and not asked.expect_ms
         self._book.allocated(
-            request.request_id, ids, num_external_tokens, by_layer=by_layer, expect_ms=asked.expect_ms
-        )
+            request.request_id, ids, num_external_tokens,
+            by_layer=by_layer, expect_ms=asked.expect_ms, priority=asked.priority,
+        )  # fmt: skip
         if num_external_tokens:
             asked.loaded_tokens = num_external_tokens
             self._link.tally.count(hit_tokens=num_external_tokens)
@@ -320,6 +323,13 @@ def _hints_of(request: Any) -> Mapping[str, Any]:
     params = request.kv_transfer_params
     hints = params.get(PARAMS) if isinstance(params, Mapping) else None
     return hints if isinstance(hints, Mapping) else {}
+
+
+def _priority_of(request: Any, hints: Mapping[str, Any]) -> int:
+    """As its sender hints, else as vLLM schedules it; the lower goes first. What a message cannot carry is the nearest it can."""
+    hinted = hints.get("priority")
+    told = hinted if isinstance(hinted, int) else request.priority
+    return max(-m.MAX_PRIORITY, min(told, m.MAX_PRIORITY))
 
 
 def _no_answer() -> Future[m.LookupReply | None]:

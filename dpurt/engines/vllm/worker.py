@@ -238,8 +238,9 @@ class Mover:
         if "scheduler" in self._link.roles:
             return True
         found = self._link.client.lookup(
-            self._settings.space, job.order.request, job.prefix, shard=self._shard, timeout_s=1.0
-        )
+            self._settings.space, job.order.request, job.prefix,
+            shard=self._shard, priority=job.order.priority, timeout_s=1.0,
+        )  # fmt: skip
         return found.matched_blocks > job.order.first or job.order.expect_ms > 0
 
     def _load_blocks(self, job: _Job, watch: Stopwatch) -> int:
