@@ -1,16 +1,15 @@
 """Conversations return: what each block is worth keeping or fetching for the next of them. A predictor and an outlook.
 
 Theory of operation. A *stream* is one conversation: the chain of blocks of its last request. It is *running* from its
-arrival to its end, then *idle* until a request continues it; that request makes a new stream in its place. At any time
-a stream has a chance of being continued within the next `window_s` (`dpurt.core.return_model`), to which the chance of
-that within `LATER_S` is added with a small weight (in proportion to the window, as is the chance within it): of two
-conversations as likely to return soon, the one that will return later stays, or it would be read back in the rush of
-its return. A block's worth is the
-sum of the chances of the streams it is part of, plus what new conversations on popular branches ask for, plus one for
-each request under way that has not read it yet. So a block of many conversations is worth more, one whose conversation
-has just arrived is worth little once read, as it cannot be asked for again soon, and one in the dead time after a turn
-may leave. How far ahead that looks is the device's (`window_for`): a block that can be brought back quickly need not
-be kept for what may come later.
+arrival to its end, then *idle* until a request continues it; that request makes a new stream in its place. At any
+time a stream has a chance of being continued within the next `window_s` (`dpurt.core.return_model`), to which the
+chance of that within `LATER_S` is added with a small weight (in proportion to the window, as is the chance within
+it): of two conversations as likely to return soon, the one that will return later stays, or it would be read back in
+the rush of its return. A block's worth is the sum of the chances of the streams it is part of, plus what new
+conversations on popular branches ask for, plus one for each request under way that has not read it yet. So a block of
+many conversations is worth more, one whose conversation has just arrived is worth little once read, as it cannot be
+asked for again soon, and one in the dead time after a turn may leave. How far ahead that looks is the device's
+(`window_for`): a block that can be brought back quickly need not be kept for what may come later.
 
 Worths are computed for all blocks at once, with numpy, at most every `RENEW_S`: (row of a block, slot of a stream) pairs
 are kept in two flat arrays, and worth is one weighted count over them. A row is a block's place in the arrays. Pairs of
