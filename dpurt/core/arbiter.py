@@ -20,18 +20,20 @@ Admission. A prediction is refused at once, for a reason that is counted, if it 
 
 A prediction may come with its `worth` (see `dpurt.core.eviction.Outlook`); without one its probability is it.
 
-Otherwise it *waits*. Order: the *sure* ones (more likely used than not) before the others; then by latest
-useful start, in quanta of `quantum_s`, so that deadlines rule; within a quantum by value per byte =
-worth x time saved / bytes, where the time saved is that of the demand read or of the recompute,
-whichever is shorter. Ties are broken by need, then by job number, so a replay repeats itself.
+Otherwise it *waits*. Order, by rank: the *sure* ones (more likely used than not) before the others, and of them those
+a live sequence has asked for before those that are guesses of what nobody asks for yet; then by latest useful start,
+in quanta of `quantum_s`, so that deadlines rule; within a quantum by value per byte = worth x time saved / bytes,
+where the time saved is that of the demand read or of the recompute, whichever is shorter. Ties are broken by need,
+then by job number, so a replay repeats itself.
 
-Issue. The first waiting one goes to the device while there is a queue place, bandwidth left after what demand
-reads have queued (a token bucket: demand is always first), and staging for it. A prefetch holds up each
-demand read that comes behind it for its whole length, and saves one at best. So while demand reads are queued,
-or were within `quiet_s`, only sure ones that must start within `pressing_s` are issued; the others wait for a
-quiet moment. One that waits past its use is refused ``over_budget``; one that is
-not worth `hysteresis` more than the block which would have to leave for it (the view's `price`) ``not_worth_room``.
-Those nearly certain (`CERTAIN`) need only be worth more. So prefetch never throws out what it will want next.
+Issue. The first waiting one goes to the device while there is a queue place, bandwidth left after what demand reads
+have queued (a token bucket: demand is always first), and staging for it. A prefetch holds up each demand read that
+comes behind it for its whole length, and saves one at best. So while demand reads are queued, or were within
+`quiet_s`, of the sure ones only those a sequence has asked for, which would be demand reads themselves soon, and
+those that must start within `pressing_s` are issued; the others wait for a quiet moment. One that waits past its use
+is refused ``over_budget``; one that is not worth `hysteresis` more than the block which would have to leave for it
+(the view's `price`) ``not_worth_room``. Those nearly certain (`CERTAIN`) need only be worth more. So prefetch never
+throws out what it will want next.
 
 Throttle. For each predictor the arbiter keeps what it promised (the sum of probabilities of its issued jobs)
 and what came true, both forgotten slowly. Their ratio, at most 1, scales its later probabilities: a predictor
@@ -137,9 +139,8 @@ class Plan:
     refusals: list[Refusal] = field(default_factory=list)
 
 
-_Key = tuple[
-    bool, int, float, float, int
-]  # unsure?, quantum of the latest start, -value per byte, need_by, job
+_Key = tuple[int, int, float, float, int]  # rank, quantum of the latest start, -value per byte, need_by, job
+ASKED, LIKELY, UNSURE = 0, 1, 2  # ranks
 SURE = 0.5
 CERTAIN = 0.9
 NEVER = float("-inf")
@@ -310,7 +311,7 @@ class Arbiter:
         job = Job(self._next_job, prediction, num_bytes)
         self._next_job += 1
         value = (probability if worth is None else worth) * saved_s / num_bytes
-        key = self._key(probability < SURE, read_s, value, need_by, job.number)
+        key = self._key(_rank(prediction, probability), read_s, value, need_by, job.number)
         self._waiting[job.number] = _Waiting(job, key)
         self._job_of[block, mask] = job.number
         heapq.heappush(self._order, key)
@@ -357,19 +358,21 @@ class Arbiter:
         record.throttled += 1
         return record.throttled % self.PROBE_EVERY == 0
 
-    def _key(self, is_unsure: bool, read_s: float, value: float, need_by: float, number: int) -> _Key:
-        return (is_unsure, int((need_by - read_s) // self.budget.quantum_s), -value, need_by, number)
+    def _key(self, rank: int, read_s: float, value: float, need_by: float, number: int) -> _Key:
+        return (rank, int((need_by - read_s) // self.budget.quantum_s), -value, need_by, number)
 
     def _hasten(self, number: int, prediction: Prediction) -> None:
-        """A waiting job is wanted once more: it takes the earlier place of the two."""
+        """A waiting job is wanted once more: it takes the better place of the two. A guess does not change when something
+        surer needs it."""
         waiting = self._waiting.get(number)
-        if waiting is None:
+        probability = prediction.probability * self._record(prediction.predictor).factor
+        rank = _rank(prediction, probability)
+        if waiting is None or rank > waiting.key[0]:
             return
         read_s = self.read_s(waiting.job.record_bytes)
-        probability = prediction.probability * self._record(prediction.predictor).factor
         value = max(-waiting.key[2], _worth(prediction, probability) * read_s / waiting.job.record_bytes)
-        need_by = min(waiting.key[3], prediction.need_by)
-        key = self._key(waiting.key[0] and probability < SURE, read_s, value, need_by, number)
+        need_by = prediction.need_by if rank < waiting.key[0] else min(waiting.key[3], prediction.need_by)
+        key = self._key(rank, read_s, value, need_by, number)
         if key < waiting.key:
             self._waiting[number] = _Waiting(waiting.job, key)
             heapq.heappush(self._order, key)
@@ -450,9 +453,9 @@ class Arbiter:
         return "not_worth_room" if worth <= price * margin else None
 
     def _is_pressing(self, waiting: _Waiting, now: float) -> bool:
-        is_unsure, _, _, need_by, _ = waiting.key
+        rank, _, _, need_by, _ = waiting.key
         latest_start = need_by - self.read_s(waiting.job.record_bytes)
-        return not is_unsure and latest_start <= now + self.budget.pressing_s
+        return rank == ASKED or (rank == LIKELY and latest_start <= now + self.budget.pressing_s)
 
     def _launch(self, waiting: _Waiting, plan: Plan) -> None:
         heapq.heappop(self._order)
@@ -482,6 +485,12 @@ class Arbiter:
         if record is None:
             record = self._records[predictor] = _Record()
         return record
+
+
+def _rank(prediction: Prediction, probability: float) -> int:
+    if probability < SURE:
+        return UNSURE
+    return LIKELY if prediction.sequence is None else ASKED
 
 
 def _worth(prediction: Prediction, probability: float) -> float:

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from dpurt.core.events import NOBODY, Arrived, Consumed, Finished, Staged, Stored
 from dpurt.core.eviction import Belady, EvictionPolicy, Lru, Predicted
 from dpurt.core.return_model import Forest
-from dpurt.core.returns import Returns
+from dpurt.core.returns import Returns, window_for
 from dpurt.replay.future import Future
 from dpurt.replay.trace import Request
 
 __all__ = ["POLICIES", "AtMatch", "at_match", "closed_percent"]
 
-TICK_S = 1.0
+TICK_S = 0.5
 DECODE_STEP_S = 0.03
 CERTAIN_MARGIN = 1.5  # the arbiter's hysteresis
 POLICIES = ("lru", "belady", "oracle", "predicted", "dpurt", "dpurt_fresh")
@@ -71,7 +71,11 @@ def at_match(
         return _Run(
             requests, AtMatch(policy), _Staging(capacity, Lru(capacity)), _Guess(), blocks_per_s
         ).to_end()
-    returns = Returns(None if policy == "dpurt_fresh" else prior, fetches=policy != "predicted")
+    returns = Returns(
+        None if policy == "dpurt_fresh" else prior,
+        window_for(capacity / blocks_per_s),
+        fetches=policy != "predicted",
+    )
     staging = _Staging(capacity, Predicted(capacity, returns))
     return _Run(requests, AtMatch(policy), staging, _Returning(returns), blocks_per_s).to_end()
 

@@ -44,8 +44,8 @@ def budget(**changes):
     return Budget(**(base | changes))
 
 
-def want(block, need_by=1.0, probability=0.9, predictor="p", mask=None):
-    return Prediction(block, mask, need_by, probability, predictor, 1)
+def want(block, need_by=1.0, probability=0.9, predictor="p", mask=None, sequence=1):
+    return Prediction(block, mask, need_by, probability, predictor, sequence)
 
 
 def reasons(plan):
@@ -112,7 +112,7 @@ def test_parts_are_not_computed_alone():
 
 def test_a_measured_latency_starts_fetches_earlier():
     arbiter = Arbiter(budget(pressing_s=0.1, quiet_s=1.0))
-    prediction = want(1, need_by=0.25)
+    prediction = want(1, need_by=0.25, sequence=None)
     assert not arbiter.plan([prediction], View(backlog=1), 0.0).fetches  # a quiet moment will come
     arbiter.latency_s = 0.2
     assert blocks(arbiter.plan([], View(), 0.0).fetches) == [1]
@@ -190,11 +190,28 @@ def test_demand_backlog_takes_the_bandwidth_first():
     assert blocks(arbiter.plan([], View(), 0.01).fetches) == [1]
 
 
-def test_while_demand_reads_are_queued_only_what_is_sure_and_pressing_goes():
+def test_while_demand_reads_are_queued_only_what_is_asked_for_or_sure_and_pressing_goes():
     arbiter = Arbiter(budget(pressing_s=1.0))
-    wanted = [want(1, need_by=0.5), want(2, need_by=3.0), want(3, need_by=0.5, probability=0.4)]
-    assert blocks(arbiter.plan(wanted, View(backlog=MB), 0.0).fetches) == [1]
+    wanted = [
+        want(1, need_by=0.5, sequence=None), want(2, need_by=3.0, sequence=None),
+        want(3, need_by=0.5, probability=0.4), want(4, need_by=3.0),
+    ]  # fmt: skip
+    assert blocks(arbiter.plan(wanted, View(backlog=MB), 0.0).fetches) == [4, 1]
     assert blocks(arbiter.plan([], View(backlog=MB), 2.5).fetches) == [2]
+
+
+def test_what_a_sequence_asks_for_goes_before_sooner_guesses_and_by_deadline():
+    arbiter = Arbiter(budget())
+    wanted = [want(1, 0.5, sequence=None), want(2, 3.0), want(3, 2.0), want(4, 4.0, probability=0.4)]
+    assert blocks(arbiter.plan(wanted, View(), 0.0).fetches) == [3, 2, 1, 4]
+
+
+def test_a_guess_about_a_block_does_not_change_when_a_sequence_needs_it():
+    arbiter = Arbiter(budget(queue_depth=0))
+    arbiter.plan([want(1, 3.0), want(2, 2.0), want(1, 0.5, sequence=None)], View(), 0.0)
+    arbiter.plan([want(3, 0.5, sequence=None), want(3, 2.5)], View(), 0.0)
+    arbiter.budget = budget()
+    assert blocks(arbiter.plan([], View(), 0.0).fetches) == [2, 3, 1]
 
 
 def test_the_others_go_when_no_demand_read_was_queued_for_a_while():

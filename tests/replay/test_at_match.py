@@ -29,12 +29,12 @@ def test_any_present_block_of_the_reusable_run_is_a_hit():
 def test_the_oracle_swaps_in_what_comes_next_as_fast_as_the_device_allows():
     assert at_match(ROUND, "lru", 3, 1.0).hits == 0
     assert at_match(ROUND, "belady", 3, 1.0).hits == 3
-    assert at_match(ROUND, "oracle", 3, 1.0).hits == 6
+    assert at_match(ROUND, "oracle", 3, 2.0).hits == 6
     assert at_match(ROUND, "oracle", 3, 0.1).hits == 3
 
 
 def test_no_bandwidth_left_is_no_prefetch():
-    found = at_match(ROUND, "oracle", 3, 0.9)
+    found = at_match(ROUND, "oracle", 3, 1.9)
     assert (found.prefetched, found.hits) == (0, at_match(ROUND, "belady", 3, 0.9).hits)
 
 
