@@ -44,6 +44,12 @@ class Holding(RuleBasedStateMachine):
         self.told |= new
 
     @rule(chain=chains, tier=tiers)
+    def store_one(self, chain: Chain, tier: HostTier) -> None:
+        self.held.store_one(chain[:-1] or None, chain, tokens(chain[-1]), tier)
+        self.truth.add((tier, chain))
+        self.told.add(chain)
+
+    @rule(chain=chains, tier=tiers)
     def note(self, chain: Chain, tier: HostTier) -> None:
         self.held.note(chain, tier)
         self.truth.add((tier, chain))

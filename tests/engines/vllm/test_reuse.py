@@ -10,7 +10,7 @@ import pytest
 
 Make = Callable[..., Any]
 Differences = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], list[str]]
-NUM_PROMPTS = int(os.environ.get("DPURT_VLLM_PROMPTS", "5"))  # 100 takes a quarter of an hour
+NUM_PROMPTS = int(os.environ.get("DPURT_VLLM_PROMPTS", "5"))  # 100 take half an hour on two CPUs
 BLOCK = 32
 BLOCK_BYTES = 30 * 49152
 
