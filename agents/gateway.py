@@ -42,7 +42,7 @@ from dpurt.runtime.actor import Actor
 from dpurt.transport import CurveServer, SocketOptions, ZmqSocket, open_context, serve_zap, user_id
 from dpurt.wire import messages as m
 
-from .decode import DecodeAgent, Decoding
+from .decode import DecodeAgent
 from .fabric import FabricAgent
 from .feeds import next_batch
 from .hosts import Hosts, Refusal
@@ -511,7 +511,10 @@ class GatewayAgent(Actor[None]):
         ):  # the scope ended while we waited: so did its leases
             self._staging.drop_leases(acquired)
             raise Refusal("cancelled", f"request {request.request!r} ended")
-        grants = [self._grant(state, one, parts, decoding) for one in acquired]
+        if decoding is None:
+            grants = _grants(state, acquired, parts)
+        else:
+            grants = [self._decode.grant(decoding, parts.start, one) for one in acquired]
         if request.landing is not None:
             await self._push(session, state, request.landing, grants, deadline)
         self._count_loads(session, state, scope, positions, grants)
@@ -529,25 +532,27 @@ class GatewayAgent(Actor[None]):
         deadline: float,
     ) -> list[Acquired]:
         """From the space's ordinary staging, an answer for each position."""
-        handles = scope.handles[[p for p in positions if p < len(scope.handles)]].tolist()
+        known = len(scope.handles)
+        handles = scope.handles[[p for p in positions if p < known]].tolist()
         if not request.blocks:
             start, stop = scope.num_here(request.first), scope.num_here(request.first + len(handles))
             self._observe(Consumed(scope.sequence, start, stop - start))
-        found = iter(
-            await self._staging.acquire(
-                scope.state,
-                handles,
-                request.shard,
-                parts.mask,
-                scope.number,
-                scope.sequence,
-                expires,
-                deadline,
-                scope.priority,
-            )
+        acquired = await self._staging.acquire(
+            scope.state,
+            handles,
+            request.shard,
+            parts.mask,
+            scope.number,
+            scope.sequence,
+            expires,
+            deadline,
+            scope.priority,
         )
+        if len(acquired) == len(positions):
+            return acquired
+        found = iter(acquired)
         beyond = Acquired("miss", reason="beyond the matched prefix")
-        return [next(found) if p < len(scope.handles) else beyond for p in positions]
+        return [next(found) if p < known else beyond for p in positions]
 
     def _catch_up(self, scope: Scope) -> None:
         """More of the scope's prompt may be here by now: stored in it, or by others."""
@@ -565,18 +570,6 @@ class GatewayAgent(Actor[None]):
         if not 0 <= start < stop <= state.layout.num_parts:
             raise Refusal("malformed", f"parts [{start}, {stop}) of a block with {state.layout.num_parts}")
         return PartRun(start, stop)
-
-    def _grant(self, state: SpaceState, one: Acquired, parts: PartRun, decoding: Decoding | None) -> m.Grant:
-        if decoding is not None:
-            return self._decode.grant(decoding, parts.start, one)
-        if one.status != "ok":
-            return m.Grant(status=one.status, reason=one.reason)
-        at = state.payload_at(one.slot, parts.start)
-        length = state.layout.part_offsets[parts.stop] - state.layout.part_offsets[parts.start]
-        return m.Grant(
-            status="ok", lease=one.lease, region=state.slab.region.region_id, offset=at, length=length,
-            crcs=state.crcs(one.slot, parts.start, parts.stop), source=one.source,
-        )  # fmt: skip
 
     async def _push(
         self,
@@ -704,6 +697,22 @@ class GatewayAgent(Actor[None]):
             id=request.id,
             blocks=self._explained(state, request, others),
         )
+
+
+def _grants(state: SpaceState, acquired: Sequence[Acquired], parts: PartRun) -> list[m.Grant]:
+    """Where a host finds what it has leases on, in the space's own slab."""
+    slab, first = state.slab, state.payload_at(0, parts.start)
+    region, stride = slab.region.region_id, slab.stride
+    length = state.layout.part_offsets[parts.stop] - state.layout.part_offsets[parts.start]
+    return [
+        m.Grant(
+            status="ok", lease=one.lease, region=region, offset=first + one.slot * stride, length=length,
+            crcs=slab.crcs(one.slot, parts.start, parts.stop), source=one.source,
+        )
+        if one.status == "ok"
+        else m.Grant(status=one.status, reason=one.reason)
+        for one in acquired
+    ]  # fmt: skip
 
 
 def _lengths(scope: Scope) -> tuple[int, int]:

@@ -333,7 +333,7 @@ class PlacementAgent(Actor[None]):
         state, num_bytes = zone.state, zone.writer.layout.block_bytes
         at = state.payload_at(lease.slot)
         payload = state.slab.region.view[at : at + num_bytes]
-        crcs = state.crcs(lease.slot, 0, len(state.part_bytes))
+        crcs = state.slab.crcs(lease.slot, 0, len(state.part_bytes))
         self._staging.begin_transfers([lease.lease])
         try:
             error = await zone.writer.place(

@@ -133,7 +133,3 @@ class SpaceState:
         """The payload in a slot."""
         at = self.payload_at(slot)
         return self.slab.region.view[at : at + self.layout.payload_bytes]
-
-    def crcs(self, slot: int, start: int, stop: int) -> list[int]:
-        """See `Slab.crcs`."""
-        return self.slab.crcs(slot, start, stop)

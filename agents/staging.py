@@ -579,7 +579,8 @@ class StagingAgent(Actor[None]):
             if slab is None or (held is not None and self._session_of.get(held.owner) != session):
                 self.foreign_releases += 1
                 continue
-            self._note_release(number)
+            if self.tape is not None:
+                self._note_release(number, self.tape)
             released += slab.pool.release(number >> SLAB_BITS)
         return released
 
@@ -589,10 +590,10 @@ class StagingAgent(Actor[None]):
         held = None if slab is None or slab.holds_parts else slab.pool.lease_info(number >> SLAB_BITS)
         return None if slab is None or held is None else slab.pool.slot_info(held.slot).block
 
-    def _note_release(self, number: int) -> None:
-        block = None if self.tape is None else self.block_under(number)
-        if self.tape is not None and block is not None:
-            self.tape.released(block, trio.current_time())
+    def _note_release(self, number: int, tape: Tape) -> None:
+        block = self.block_under(number)
+        if block is not None:
+            tape.released(block, trio.current_time())
 
     def drop_leases(self, blocks: Sequence[Acquired]) -> None:
         """Give back what a load got for a scope that has ended meanwhile."""

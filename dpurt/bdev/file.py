@@ -3,7 +3,9 @@ copy.
 
 Theory of operation. Each operation takes one slot of a `linux_aio.AioContext` and is sent in pieces of at
 most `max_transfer_bytes`, one after the other; a short transfer goes on where it stopped. One system task
-waits for completions and answers all that have ended in one go.
+waits for completions. Its first act is to give the device what waits, in the places of as many as have ended; then it asks
+which these are and answers them: an idle device costs more than our order. For that there are twice as many slots as the
+device may have operations at once.
 
 A regular file is allocated to its full size when opened, so that the disk cannot fill up under us and `du`
 tells the truth; hence `deallocate` does nothing there, and discards on a block device. Where there is no room
@@ -56,10 +58,11 @@ class FileBdev(QueuedBdev):
         self._fd = opened.fd
         self._is_block_device = opened.is_block_device
         self._submits_inline = opened.buffered_reason is None
-        self._aio = AioContext(info.queue_depth, _MAX_IOVECS)
+        self._aio = AioContext(2 * info.queue_depth, _MAX_IOVECS)
         self._queue = OperationQueue(info, self._launch)
-        self._free_slots = list(range(info.queue_depth))
+        self._free_slots = list(range(2 * info.queue_depth))
         self._in_slot: dict[int, Operation] = {}
+        self._num_long = 0  # operations of several pieces: the end of one leaves no place
         self._reaping = trio.CancelScope()
         self._reaped = trio.Event()
         self._is_closed = False
@@ -132,7 +135,11 @@ class FileBdev(QueuedBdev):
             return
         slot = self._free_slots.pop()
         self._in_slot[slot] = operation
+        self._num_long += self._is_long(operation)
         self._send(slot, operation)
+
+    def _is_long(self, operation: Operation) -> bool:
+        return operation.length > self.info.max_transfer_bytes or len(operation.buffers) > _MAX_IOVECS
 
     def _send(self, slot: int, operation: Operation) -> None:
         pieces = operation.pieces
@@ -159,6 +166,9 @@ class FileBdev(QueuedBdev):
         with self._reaping:
             while True:
                 await trio.lowlevel.wait_readable(self._aio.event_fd)
+                ended = self._aio.count_ended()
+                if not self._num_long:
+                    self._queue.launch_ahead(min(ended, len(self._free_slots)))
                 for slot, result in self._aio.reap():
                     self._progress(slot, result)
         self._reaped.set()
@@ -180,6 +190,7 @@ class FileBdev(QueuedBdev):
     def _end(self, slot: int, code: int) -> None:
         operation = self._in_slot.pop(slot)
         self._free_slots.append(slot)
+        self._num_long -= self._is_long(operation)
         error = self._queue.failure(operation, _status(code), os.strerror(code)) if code else None
         self._queue.answer(operation, error)
 

@@ -13,6 +13,7 @@ context serves one device; not thread-safe but for `submit`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -63,6 +64,9 @@ class AioContext:
         self._iovecs = ctypes.create_string_buffer(_IOVEC.size * depth * max_iovecs)
         self._iovecs_address = ctypes.addressof(self._iovecs)
         self._events = ctypes.create_string_buffer(_EVENT.size * depth)
+        self._unreaped = (
+            0  # requests whose end was signalled; below zero when more were reaped than signalled
+        )
 
     def prepare(
         self, slot: int, opcode: int, fd: int, offset: int, pieces: Sequence[tuple[int, int]]
@@ -81,13 +85,16 @@ class AioContext:
         """Hand a prepared request to the kernel. Raises OSError, and then the request is not in flight."""
         _syscall(self._submit, self._context, _ONE, self._pointers[slot])
 
+    def count_ended(self) -> int:
+        """How many requests are known to have ended, which `reap` will name. Does not block, and takes the signal."""
+        with contextlib.suppress(BlockingIOError):
+            self._unreaped += os.eventfd_read(self.event_fd)
+        return max(0, self._unreaped)
+
     def reap(self) -> list[tuple[int, int]]:
         """(slot, bytes done or minus errno) of every request that has ended. Does not block."""
-        try:
-            os.eventfd_read(self.event_fd)
-        except BlockingIOError:
-            return []
         count = _syscall(self._getevents, self._context, _NONE, self._most, self._events, None)
+        self._unreaped -= count
         return list(_EVENT.iter_unpack(memoryview(self._events)[: count * _EVENT.size]))
 
     def close(self) -> None:

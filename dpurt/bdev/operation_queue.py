@@ -14,7 +14,8 @@ Deadlines hang in one heap, with one alarm for all of them: a cancel scope per o
 bookkeeping (measured: 6.5 of 21 us, beside what the device driver does).
 
 A backend gives `launch(operation)`, which must not block and must lead to exactly one `answer` call, on the
-Trio thread, maybe before it returns. It may also give `expired(operation)`, which is told of each launched
+Trio thread, maybe before it returns. A backend that learns that some have ended before it knows which says `launch_ahead`, so
+that the device does not idle while it finds out. It may also give `expired(operation)`, which is told of each launched
 operation whose deadline passes unanswered, cancelled ones included. One asked-for operation counts once: as read, write, error or timeout
 (cancelled ones not).
 """
@@ -86,6 +87,7 @@ class OperationQueue:
         self._launch = launch
         self._expired = expired
         self._is_launching = False
+        self._ahead = 0  # more than the depth that may be launched now
         self._waiting: deque[Operation] = deque()
         self._num_launched = 0
         self._due: list[tuple[float, int, Operation]] = []
@@ -144,6 +146,13 @@ class OperationQueue:
         elif not self.stats.in_flight:
             self._idle.set()
 
+    def launch_ahead(self, ended: int) -> None:
+        """So many of what the device had have ended, and are answered in this step: launch others in their places."""
+        if self._waiting:
+            self._ahead = ended
+            self._launch_waiting()
+            self._ahead = 0
+
     async def drain(self) -> None:
         """Return when nothing, abandoned or not, is unanswered."""
         while self.stats.in_flight:
@@ -182,7 +191,7 @@ class OperationQueue:
         if self._is_launching:  # a device that answers at once must not nest a call per operation
             return
         self._is_launching = True
-        while self._waiting and self._num_launched < self._info.queue_depth:
+        while self._waiting and self._num_launched < self._info.queue_depth + self._ahead:
             operation = self._waiting.popleft()
             self._num_launched += 1
             operation.is_launched = True

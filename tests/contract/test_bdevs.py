@@ -9,11 +9,13 @@ import os
 import resource
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from dpurt.bdev import Bdev
 from dpurt.bdev.buffers import address_of, aligned_buffer
@@ -21,6 +23,7 @@ from dpurt.bdev.factory import open_bdev
 from dpurt.bdev.file import FileBdev
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
+from dpurt.bdev.operation_queue import Operation, OperationQueue
 from dpurt.bdev.paced import PacedBdev
 from dpurt.core.device_model import DeviceProfile
 from dpurt.errors import BdevError, BdevTimeout, ConfigError
@@ -367,3 +370,46 @@ def test_address_of_views() -> None:
     buffer = aligned_buffer(8192)
     assert address_of(buffer) % 4096 == 0
     assert address_of(buffer[100:]) == address_of(buffer) + 100 == address_of(buffer[100:].toreadonly())
+
+
+async def test_file_gives_the_device_what_waits_before_it_answers_what_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    launch, answer = FileBdev._launch, OperationQueue.answer
+
+    def note_launch(bdev: FileBdev, operation: Operation) -> None:
+        steps.append("launch")
+        launch(bdev, operation)
+
+    def note_answer(queue: OperationQueue, operation: Operation, error: BdevError | None = None) -> None:
+        steps.append("answer")
+        answer(queue, operation, error)
+
+    monkeypatch.setattr(FileBdev, "_launch", note_launch)
+    monkeypatch.setattr(OperationQueue, "answer", note_answer)
+    async with contextlib.aclosing(
+        await FileBdev.open(tmp_path / "disk", size_bytes=1 << 20, queue_depth=1)
+    ) as bdev:
+        async with trio.open_nursery() as nursery:
+            for i in range(3):
+                nursery.start_soon(bdev.read_into, i * 4096, [aligned_buffer(4096)], INF)
+    assert steps[:3] == ["launch", "launch", "answer"]
+
+
+async def test_what_is_launched_ahead_takes_the_places_of_those_that_ended_and_no_more() -> None:
+    launched: list[Operation] = []
+    queue = OperationQueue(replace(MemoryBdev(1 << 20).info, queue_depth=3), launched.append)
+    async with trio.open_nursery() as nursery:
+        for i in range(8):
+            nursery.start_soon(queue.read, i * 4096, [aligned_buffer(4096)], INF)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(launched) == 3
+        queue.launch_ahead(2)
+        assert len(launched) == 5
+        for operation in launched[:2]:
+            queue.answer(operation)
+        assert len(launched) == 5, "their places are taken"
+        while queue.stats.in_flight:
+            queue.answer(next(operation for operation in launched if not operation.is_answered))
+            assert sum(not operation.is_answered for operation in launched) <= 3

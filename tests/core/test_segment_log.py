@@ -318,3 +318,38 @@ class SegmentLogMachine(RuleBasedStateMachine):
 
 TestSegmentLog = SegmentLogMachine.TestCase
 TestSegmentLog.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# --- several at once ---
+
+
+def test_records_placed_together_lie_side_by_side_and_no_further_than_their_segment() -> None:
+    one, other = make_log(), make_log()
+    room = one.slots_for(RECORD)
+    placed = one.place(A, RECORD, most=room + 3)
+    assert placed is not None
+    assert (placed.records, placed.seals) == (room, True)
+    singly = [other.place(A, RECORD) for _ in range(room)]
+    assert [one.is_live(each.offset) for each in singly if each is not None] == [True] * room
+    assert (one.stats().live_bytes, one.stats().accepted_bytes) == (
+        other.stats().live_bytes,
+        other.stats().accepted_bytes,
+    )
+    one.check_integrity()
+
+
+def test_one_hold_keeps_a_segment_for_all_records_of_a_run_and_says_which_are_live() -> None:
+    log = make_log()
+    placed = log.place(A, RECORD, most=log.slots_for(RECORD))
+    assert placed is not None
+    first = placed.offset
+    assert log.hold_run(first, 2, 2 * RECORD) is None, "records of another size are no longer there"
+    log.forget(first + RECORD)
+    held = log.hold_run(first, 3, RECORD)
+    assert held is not None
+    assert (held.segment, held.sequence, list(held.are_live)) == (placed.segment, placed.sequence, [1, 0, 1])
+    log.reclaim(placed.segment)
+    assert log.header_of(placed.segment) is not None, "held"
+    log.unhold(held.segment)
+    assert log.header_of(placed.segment) is None
+    assert log.hold_run(first, 3, RECORD) is None
