@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from msgspec import Struct
+
 from dpurt.core.arbiter import Arbiter, Job, StagingView
 from dpurt.core.events import (
     NOBODY,
@@ -56,8 +58,7 @@ from dpurt.core.ledger import Ledger, Outcome, Settled, Totals
 from dpurt.core.predictor import Prediction, Predictor
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """Read these parts (None: all) of the block from the device into staging. Behind every demand read."""
 
     job: int
@@ -67,8 +68,7 @@ class Fetch:
     predictor: str
 
 
-@dataclass(frozen=True, slots=True)
-class CancelFetch:
+class CancelFetch(Struct, frozen=True):
     """Nobody waits for this fetch any more: drop it if it has not started. Answer the fetch all the same."""
 
     job: int

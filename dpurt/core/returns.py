@@ -247,21 +247,19 @@ class Returns:
 
     # --- the outlook
 
-    def came(self, block: int) -> None:
+    def came(self, block: int) -> int:
         row = self._rows.get(block)
         self._rows.resident[row] += 1
+        return row
 
-    def left(self, block: int) -> None:
-        row = self._rows.of.get(block)
-        if row is not None:
-            self._rows.resident[row] -= 1
+    def left(self, handle: int) -> None:
+        self._rows.resident[handle] -= 1
 
-    def worth(self, blocks: Sequence[int], now: float) -> Floats:
+    def worth(self, handles: Ints, now: float) -> Floats:
         self._refresh(now)
         self._asked_at = now
         self._grow_worth()
-        known = np.fromiter(map(self._rows.of.get, blocks, repeat(-1)), np.int64, len(blocks))
-        return np.where(known < 0, 0.0, self._worths(known))
+        return self._worths(handles)
 
     # --- the predictor
 
