@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
-from dpurt.core.arbiter import Arbiter, Job, StagingView
+from dpurt.core.arbiter import Arbiter, Job, Refusal, StagingView
 from dpurt.core.events import (
     NOBODY,
     Arrived,
@@ -386,21 +386,25 @@ class PrefetchCore:
         plan = self.arbiter.plan(predictions, self.view, now, self._run_of)
         for job in plan.admitted:
             self._open(job)
-        for prediction, reason, number, was_waiting in plan.refusals:
-            if was_waiting:
-                assert number is not None
-                self._land(number)
-                self.ledger.withdraw(number, reason)
-                continue
-            self.ledger.refuse(prediction.predictor, prediction.owner, reason)
-            if number is not None and number in self._waiters:
-                self._wait(number, prediction.sequence)
+        for refusal in plan.refusals:
+            self._refused(refusal)
         for job in plan.fetches:
             self.ledger.issued(job.number)
             wanted = job.prediction
             self._commands.append(
                 Fetch(job.number, wanted.block, wanted.parts_mask, wanted.need_by, wanted.predictor)
             )
+
+    def _refused(self, refusal: Refusal) -> None:
+        prediction, number = refusal.prediction, refusal.job
+        if refusal.was_waiting:
+            assert number is not None
+            self._land(number)
+            self.ledger.withdraw(number, refusal.reason)
+            return
+        self.ledger.refuse(prediction.predictor, prediction.owner, refusal.reason)
+        if number is not None and number in self._waiters:
+            self._wait(number, prediction.sequence)
 
     def _open(self, job: Job) -> None:
         block, mask, need_by, probability, predictor, sequence, owner, _ = job.prediction
