@@ -226,6 +226,8 @@ class Returns:
         self._fetches = fetches
         self._model = ReturnModel(prior)
         self._windows = ((window_s, 1.0), (self.LATER_S, self.LATER_WEIGHT))
+        self._spans: Floats = np.array([[0.0], *([seconds] for seconds, _ in self._windows)])
+        self._weights: Floats = np.array([[-weight] for _, weight in self._windows])
         self._running_model = Running(self._windows)
         self._rows = _Rows()
         self._pairs = _Pairs()
@@ -395,7 +397,7 @@ class Returns:
         """Its blocks' worths follow at once; all that age changes follows with the next refresh."""
         slots, slot = self._slots, stream.slot
         self._grow_worth()
-        self._worth[stream.rows] += chance - slots.chance[slot]
+        self._worth[np.array(stream.rows, int)] += chance - slots.chance[slot]
         slots.chance[slot] = chance
 
     def _append(self, stream: _Stream, rows: list[int], tail: float = 1.0) -> None:
@@ -448,15 +450,15 @@ class Returns:
         )
         slots.state[slot], slots.since[slot], slots.booked[slot] = IDLE, now, 0.0
         slots.row[slot], slots.prior[slot] = self._model.row(traits), self._model.prior_hazards(traits)
-        self._apply_model(np.array([slot]))
+        self._apply_model(slot)
         stream.ended_at = now
         self._expect(stream, self._chance(slot, now))
 
-    def _apply_model(self, idle: Ints) -> None:
+    def _apply_model(self, idle: Ints | int) -> None:
         """The hazards of these slots, as the model sees them now."""
         slots = self._slots
-        slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
-        slots.risk[idle, 1:] = np.cumsum(slots.hazards[idle] * AGE_WIDTHS, 1)
+        hazards = slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
+        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS).cumsum(-1)
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -539,7 +541,7 @@ class Returns:
         if missing:
             self._worth = np.concatenate([self._worth, np.zeros(missing)])
 
-    def _worths(self, rows: Ints | slice) -> Floats:
+    def _worths(self, rows: Ints) -> Floats:
         """As of the last refresh, but for streams that came or ended and blocks that were read since."""
         ahead, exists = self._rows.ahead[rows], self._rows.exists[rows]
         return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
@@ -551,9 +553,8 @@ class Returns:
         is_idle = slots.state[live] == IDLE
         chances = np.empty(len(live))
         idle, age = live[is_idle], ages[is_idle]
-        risk = self._risk(idle, age)
-        soon, later = (-weight * np.expm1(risk - self._risk(idle, age + s)) for s, weight in self._windows)
-        chances[is_idle] = soon + later
+        now_and_then = self._risk(idle, age + self._spans)
+        chances[is_idle] = (self._weights * np.expm1(now_and_then[0] - now_and_then[1:])).sum(0)
         chances[~is_idle] = self._running_model.probability(slots.kind[live[~is_idle]], ages[~is_idle])
         return chances
 
@@ -574,8 +575,8 @@ class Returns:
 
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
         """Cumulative hazards, linear between the edges."""
-        age_bin = np.minimum(np.searchsorted(AGE_EDGES, ages, side="right") - 1, NUM_AGES - 1)
-        into = np.minimum(ages - AGE_EDGES[age_bin], AGE_EDGES[age_bin + 1] - AGE_EDGES[age_bin])
+        age_bin = np.minimum(AGE_EDGES.searchsorted(ages, side="right") - 1, NUM_AGES - 1)
+        into = np.minimum(ages - AGE_EDGES[age_bin], AGE_WIDTHS[age_bin])
         return np.asarray(self._slots.risk[slots, age_bin] + into * self._slots.hazards[slots, age_bin])
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
@@ -597,18 +598,22 @@ class Returns:
         """Rows worth fetching, the best first: in a full staging each worth more, by a margin, than the resident one it
         would push out."""
         self._grow_worth()
-        worth = self._worths(slice(0, len(self._rows)))
-        resident = self._rows.resident[: len(worth)] > 0
-        absent = np.flatnonzero(~resident & (worth > self.FLOOR * self.window_s))
+        rows, num_rows = self._rows, len(self._rows)
+        is_resident = rows.resident[:num_rows] > 0
+        is_wanted = (self._worth[:num_rows] > self.FLOOR * self.window_s) | (rows.ahead[:num_rows] > 0)
+        absent = np.flatnonzero(is_wanted & rows.exists[:num_rows] & ~is_resident)
+        worth = self._worths(absent)
         if len(absent) > self._reach:
-            absent = absent[np.argpartition(-worth[absent], self._reach)[: self._reach]]
-        best = absent[np.argsort(-worth[absent], kind="stable")]
+            most = np.argpartition(-worth, self._reach)[: self._reach]
+            absent, worth = absent[most], worth[most]
+        order = np.argsort(-worth, kind="stable")
+        best, worth = absent[order], worth[order]
         if not is_full:
             return best
-        kept = worth[resident]
+        kept = self._worths(np.flatnonzero(is_resident))
         num_compared = min(len(best), len(kept))
         cheapest = np.sort(np.partition(kept, num_compared - 1)[:num_compared]) if num_compared else kept[:0]
-        pays = worth[best[:num_compared]] > self.MARGIN * cheapest
+        pays = worth[:num_compared] > self.MARGIN * cheapest
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
         return best[:num_worth_it]
 
