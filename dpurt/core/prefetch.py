@@ -189,12 +189,15 @@ class PrefetchCore:
         """When `tick` should be called, unless an event comes first; None: not before one does. May lie in
         the past."""
         earliest = self._said_at
-        for due in (self.arbiter.next_wakeup(), self.ledger.next_expiry()):
-            if due is not None and due < earliest:
-                earliest = due
-        for oldest in self._sequences.values():
+        due = self.arbiter.next_wakeup()
+        if due is not None and due < earliest:
+            earliest = due
+        due = self.ledger.next_expiry()
+        if due is not None and due < earliest:
+            earliest = due
+        if self._sequences:
+            oldest = self._sequences[next(iter(self._sequences))]
             earliest = min(earliest, oldest.heard_at + self._forget_s)
-            break
         return None if earliest == math.inf else earliest
 
     def is_wanted(self, block: int, now: float) -> bool:
