@@ -53,6 +53,7 @@ from dpurt.core.events import (
     Staged,
     Stored,
 )
+from dpurt.core.eviction import least
 from dpurt.core.predictor import Prediction
 from dpurt.core.return_model import (
     AGE_EDGES,
@@ -541,7 +542,7 @@ class Returns:
         if missing:
             self._worth = np.concatenate([self._worth, np.zeros(missing)])
 
-    def _worths(self, rows: Ints) -> Floats:
+    def _worths(self, rows: Ints | slice) -> Floats:
         """As of the last refresh, but for streams that came or ended and blocks that were read since."""
         ahead, exists = self._rows.ahead[rows], self._rows.exists[rows]
         return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
@@ -595,25 +596,19 @@ class Returns:
     # --- predictions
 
     def _wanted(self, is_full: bool) -> Ints:
-        """Rows worth fetching, the best first: in a full staging each worth more, by a margin, than the resident one it
-        would push out."""
+        """Rows worth fetching, the best first, the older row of equals: in a full staging each worth more, by a margin, than
+        the resident one it would push out."""
         self._grow_worth()
-        rows, num_rows = self._rows, len(self._rows)
-        is_resident = rows.resident[:num_rows] > 0
-        is_wanted = (self._worth[:num_rows] > self.FLOOR * self.window_s) | (rows.ahead[:num_rows] > 0)
-        absent = np.flatnonzero(is_wanted & rows.exists[:num_rows] & ~is_resident)
-        worth = self._worths(absent)
-        if len(absent) > self._reach:
-            most = np.argpartition(-worth, self._reach)[: self._reach]
-            absent, worth = absent[most], worth[most]
-        order = np.argsort(-worth, kind="stable")
-        best, worth = absent[order], worth[order]
+        worth = self._worths(slice(0, len(self._rows)))
+        is_resident = self._rows.resident[: len(worth)] > 0
+        price = np.where(is_resident, 0.0, -worth)
+        best = least(price, self._reach)
+        best = best[price[best] < -self.FLOOR * self.window_s]
         if not is_full:
             return best
-        kept = self._worths(np.flatnonzero(is_resident))
+        kept = worth[is_resident]
         num_compared = min(len(best), len(kept))
-        cheapest = np.sort(np.partition(kept, num_compared - 1)[:num_compared]) if num_compared else kept[:0]
-        pays = worth[:num_compared] > self.MARGIN * cheapest
+        pays = worth[best[:num_compared]] > self.MARGIN * kept[least(kept, num_compared)]
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
         return best[:num_worth_it]
 
