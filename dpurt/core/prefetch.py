@@ -196,8 +196,9 @@ class PrefetchCore:
         if due is not None and due < earliest:
             earliest = due
         if self._sequences:
-            oldest = self._sequences[next(iter(self._sequences))]
-            earliest = min(earliest, oldest.heard_at + self._forget_s)
+            due = self._sequences[next(iter(self._sequences))].heard_at + self._forget_s
+            if due < earliest:
+                earliest = due
         return None if earliest == math.inf else earliest
 
     def is_wanted(self, block: int, now: float) -> bool:

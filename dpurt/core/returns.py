@@ -177,7 +177,7 @@ class _Pairs:
         """By row, the weighted sum over its streams."""
         used = slice(0, self.used)
         weights = of_slot[self.slot[used]] * self.weight[used]
-        return np.bincount(self.row[used], weights, minlength=num_rows).astype(float)
+        return np.asarray(np.bincount(self.row[used], weights, minlength=num_rows), float)
 
 
 class _Slots:
@@ -310,8 +310,8 @@ class Returns:
         self._landed = 0
         is_full = now - self._asked_at <= self.FULL_S
         wanted = self._wanted(is_full)
-        worths = self._worths(wanted).tolist()
-        predictions = list(map(self._prediction, wanted.tolist(), worths, repeat(now + self.LOOK_S)))
+        blocks, worths = self._rows.block[wanted].tolist(), self._worths(wanted).tolist()
+        predictions = list(map(self._prediction, wanted.tolist(), blocks, worths, repeat(now + self.LOOK_S)))
         self._asked_for = {prediction.block for prediction in predictions}
         return predictions
 
@@ -612,8 +612,8 @@ class Returns:
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
         return best[:num_worth_it]
 
-    def _prediction(self, row: int, worth: float, need_by: float) -> Prediction:
+    def _prediction(self, row: int, block: int, worth: float, need_by: float) -> Prediction:
         stream = self._rows.latest[row]
         owner = NOBODY if stream is None else stream.owner
         lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
-        return Prediction(int(self._rows.block[row]), None, need_by, lasting, self.name, None, owner, worth)
+        return Prediction(block, None, need_by, lasting, self.name, None, owner, worth)
