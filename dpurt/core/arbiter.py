@@ -48,8 +48,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec import Struct
 
 from dpurt.core.events import Where
 from dpurt.core.predictor import Prediction
@@ -111,15 +113,19 @@ class StagingView(Protocol):
         ...
 
 
-class Job(NamedTuple):
-    """An admitted prediction."""
+_Key = tuple[int, int, float, float, int]  # rank, quantum of the latest start, -value per byte, need_by, job
+
+
+class Job(Struct, eq=False):
+    """An admitted prediction. `key` is its place in the order, as long as it waits."""
 
     number: int
     prediction: Prediction
     record_bytes: int
+    key: _Key
 
 
-class Refusal(NamedTuple):
+class Refusal(Struct, frozen=True):
     """`job` is None for a prediction refused on sight; the job that serves it already, for a duplicate; else
     the job that waited and is refused now (`was_waiting`)."""
 
@@ -129,27 +135,20 @@ class Refusal(NamedTuple):
     was_waiting: bool = False
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(Struct):
     """`admitted`: new jobs; `fetches`: jobs, new or from before, to give to the device now; `refusals`: see
     there."""
 
-    admitted: list[Job] = field(default_factory=list)
-    fetches: list[Job] = field(default_factory=list)
-    refusals: list[Refusal] = field(default_factory=list)
+    admitted: list[Job] = []
+    fetches: list[Job] = []
+    refusals: list[Refusal] = []
 
 
-_Key = tuple[int, int, float, float, int]  # rank, quantum of the latest start, -value per byte, need_by, job
 ASKED, LIKELY, UNSURE = 0, 1, 2  # ranks
 SURE = 0.5
 CERTAIN = 0.9
 NEVER = float("-inf")
 NOT_BY_ITSELF = float("inf")
-
-
-class _Waiting(NamedTuple):
-    job: Job
-    key: _Key
 
 
 def _one_block(sequence: int | None) -> int:
@@ -189,7 +188,7 @@ class Arbiter:
         self.held_bytes = 0  # in flight, or staged and not yet used
         self.flying_bytes = 0
         self._next_job = 0
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, Job] = {}
         self._order: list[_Key] = []
         self._flying: dict[int, Job] = {}
         self._job_of: dict[tuple[int, int | None], int] = {}  # waiting and flying
@@ -224,10 +223,10 @@ class Arbiter:
 
     def withdraw(self, number: int) -> bool:
         """Forget a waiting job. False if it does not wait (any more)."""
-        waiting = self._waiting.pop(number, None)
-        if waiting is None:
+        job = self._waiting.pop(number, None)
+        if job is None:
             return False
-        del self._job_of[waiting.job.prediction.block, waiting.job.prediction.parts_mask]
+        del self._job_of[job.prediction[:2]]
         return True
 
     def answered(self, number: int) -> Job:
@@ -235,7 +234,7 @@ class Arbiter:
         job = self._flying.pop(number)
         self.flying_bytes -= job.record_bytes
         self._blocked_until = NEVER
-        del self._job_of[job.prediction.block, job.prediction.parts_mask]
+        del self._job_of[job.prediction[:2]]
         return job
 
     def release(self, num_bytes: int) -> None:
@@ -255,7 +254,9 @@ class Arbiter:
 
     def waiting_on(self, block: int, parts_mask: int | None) -> int | None:
         """The waiting job for exactly these parts of the block."""
-        number = self._job_of.get((block, parts_mask)) if self._waiting else None
+        if not self._waiting:
+            return None
+        number = self._job_of.get((block, parts_mask))
         return number if number in self._waiting else None
 
     def is_flying(self, number: int) -> bool:
@@ -286,9 +287,10 @@ class Arbiter:
         self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan
     ) -> None:
         block, mask, need_by, said, predictor, _, _, worth = prediction
-        serving = self._job_of.get((block, mask))
+        jobs = self._job_of
+        serving = jobs.get((block, mask))
         if serving is None and mask is not None:  # part of a whole block that is on its way
-            serving = self._job_of.get((block, None))
+            serving = jobs.get((block, None))
         if serving is not None:
             self._hasten(serving, prediction)
             plan.refusals.append(Refusal(prediction, "duplicate", serving))
@@ -308,12 +310,12 @@ class Arbiter:
             plan.refusals.append(Refusal(prediction, reason))
             return
         saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
-        job = Job(self._next_job, prediction, num_bytes)
+        number = self._next_job
         self._next_job += 1
         value = (probability if worth is None else worth) * saved_s / num_bytes
-        key = self._key(_rank(prediction, probability), read_s, value, need_by, job.number)
-        self._waiting[job.number] = _Waiting(job, key)
-        self._job_of[block, mask] = job.number
+        key = self._key(_rank(prediction, probability), read_s, value, need_by, number)
+        self._waiting[number] = job = Job(number, prediction, num_bytes, key)
+        jobs[block, mask] = number
         heapq.heappush(self._order, key)
         plan.admitted.append(job)
 
@@ -364,20 +366,20 @@ class Arbiter:
     def _hasten(self, number: int, prediction: Prediction) -> None:
         """A waiting job is wanted once more: it takes the better place of the two. A guess does not change when something
         surer needs it."""
-        waiting = self._waiting.get(number)
+        job = self._waiting.get(number)
         probability = prediction.probability * self._record(prediction.predictor).factor
         rank = _rank(prediction, probability)
-        if waiting is None or rank > waiting.key[0]:
+        if job is None or rank > job.key[0]:
             return
-        read_s = self.read_s(waiting.job.record_bytes)
-        value = max(-waiting.key[2], _worth(prediction, probability) * read_s / waiting.job.record_bytes)
-        need_by = prediction.need_by if rank < waiting.key[0] else min(waiting.key[3], prediction.need_by)
+        read_s = self.read_s(job.record_bytes)
+        value = max(-job.key[2], _worth(prediction, probability) * read_s / job.record_bytes)
+        need_by = prediction.need_by if rank < job.key[0] else min(job.key[3], prediction.need_by)
         key = self._key(rank, read_s, value, need_by, number)
-        if key < waiting.key:
-            self._waiting[number] = _Waiting(waiting.job, key)
+        if key < job.key:
+            job.key = key
             heapq.heappush(self._order, key)
             if len(self._order) > 2 * len(self._waiting) + 64:
-                self._order = [w.key for w in self._waiting.values()]
+                self._order = [job.key for job in self._waiting.values()]
                 heapq.heapify(self._order)
 
     # --- issue
@@ -395,15 +397,15 @@ class Arbiter:
         spendable = self._tokens - backlog
         quiet_at = self._demand_at + self.budget.quiet_s
         room: int | None = None
-        while (waiting := self._first(view, now, plan)) is not None:
+        while (job := self._first(view, now, plan)) is not None:
             if len(self._flying) >= self.budget.queue_depth:
                 self._blocked_until = NOT_BY_ITSELF
                 break
             if room is None:
                 room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)
-            if waiting.job.record_bytes > room:
+            if job.record_bytes > room:
                 break  # until any event: leases end without one of ours
-            if now < quiet_at and not self._is_pressing(waiting, now):
+            if now < quiet_at and not self._is_pressing(job, now):
                 self._wakeup = self._blocked_until = quiet_at
                 break
             if spendable <= 0:
@@ -412,27 +414,27 @@ class Arbiter:
                 self._wakeup = now + max(wait_s, self.budget.burst_s / 4)
                 self._blocked_until = now if backlog else now + wait_s
                 break
-            self._launch(waiting, plan)
-            room -= waiting.job.record_bytes
-            spendable -= waiting.job.record_bytes
+            self._launch(job, plan)
+            room -= job.record_bytes
+            spendable -= job.record_bytes
         if self._waiting and self._wakeup is None:
             self._wakeup = self._order[0][3] + self.budget.late_ok_s
 
-    def _first(self, view: StagingView, now: float, plan: Plan) -> _Waiting | None:
+    def _first(self, view: StagingView, now: float, plan: Plan) -> Job | None:
         """The first waiting job that is still worth a fetch; refuses those before it that are not."""
-        order = self._order
+        order, waiting = self._order, self._waiting
         while order:
             key = order[0]
-            waiting = self._waiting.get(key[4])
-            if waiting is None or waiting.key is not key:
+            job = waiting.get(key[4])
+            if job is None or job.key is not key:
                 heapq.heappop(order)
                 continue
-            reason = self._second_thoughts(waiting.job.prediction, key[3], view, now)
+            reason = self._second_thoughts(job.prediction, key[3], view, now)
             if reason is None:
-                return waiting
+                return job
             heapq.heappop(order)
             self.withdraw(key[4])
-            plan.refusals.append(Refusal(waiting.job.prediction, reason, key[4], was_waiting=True))
+            plan.refusals.append(Refusal(job.prediction, reason, key[4], was_waiting=True))
         return None
 
     def _second_thoughts(
@@ -452,14 +454,13 @@ class Arbiter:
         margin = 1.0 if worth >= CERTAIN else 1.0 + self.budget.hysteresis
         return "not_worth_room" if worth <= price * margin else None
 
-    def _is_pressing(self, waiting: _Waiting, now: float) -> bool:
-        rank, _, _, need_by, _ = waiting.key
-        latest_start = need_by - self.read_s(waiting.job.record_bytes)
+    def _is_pressing(self, job: Job, now: float) -> bool:
+        rank, _, _, need_by, _ = job.key
+        latest_start = need_by - self.read_s(job.record_bytes)
         return rank == ASKED or (rank == LIKELY and latest_start <= now + self.budget.pressing_s)
 
-    def _launch(self, waiting: _Waiting, plan: Plan) -> None:
+    def _launch(self, job: Job, plan: Plan) -> None:
         heapq.heappop(self._order)
-        job = waiting.job
         del self._waiting[job.number]
         self._flying[job.number] = job
         self._tokens -= job.record_bytes

@@ -69,7 +69,7 @@ class DeviceModel:
     def _latency(self, is_write: bool) -> float:
         profile = self.profile
         base = profile.write_latency_s if is_write else profile.read_latency_s
-        factor = 1.0 + profile.jitter * self._random.uniform(-1.0, 1.0)
+        factor = 1.0 + profile.jitter * (2.0 * self._random.random() - 1.0)
         if profile.tail_probability and self._random.random() < profile.tail_probability:
             factor *= profile.tail_factor
         return base * factor

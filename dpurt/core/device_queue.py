@@ -8,15 +8,15 @@ short. A prefetch somebody comes to wait for is promoted to a demand read.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dpurt.core.device_model import DeviceModel, DeviceProfile
 
 __all__ = ["DeviceQueue", "Read"]
 
 
-@dataclass(slots=True)
-class Read:
+class Read(Struct, eq=False):
     """One read of a block. `job` is the prefetch job it serves, if any; `is_demand` may become true while it
     waits."""
 

@@ -30,8 +30,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from dpurt.core.events import Owner, Where
 
@@ -39,7 +41,7 @@ LEAD_BOUNDS_S: tuple[float, ...] = tuple(0.0001 * 2.0**i for i in range(20))  # 
 OTHERS = Owner("(others)", "(others)")
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """How a job ended."""
 
     REFUSED = "refused"
@@ -49,6 +51,9 @@ class Outcome(Enum):
     LATE = "late"
     EARLY = "early"
     USELESS = "useless"
+
+
+REFUSED, CANCELLED, FAILED, TIMELY, LATE, EARLY, USELESS = Outcome  # a member by its class is slow to reach
 
 
 class Settled(NamedTuple):
@@ -67,6 +72,9 @@ class _State(Enum):
     FLYING = 1
     STAGED = 2
     EVICTED = 3
+
+
+WAITING, FLYING, STAGED, EVICTED = _State
 
 
 @dataclass(slots=True)
@@ -94,7 +102,7 @@ class Totals:
     @property
     def settled(self) -> int:
         """The sum of all outcomes."""
-        return sum(getattr(self, outcome.value) for outcome in Outcome)
+        return sum(getattr(self, outcome) for outcome in Outcome)
 
     @property
     def accuracy(self) -> float | None:
@@ -129,8 +137,7 @@ class Totals:
 _SUMMED = tuple(name for name in Totals.__slots__ if name not in ("reasons", "leads"))
 
 
-@dataclass(slots=True)
-class _Job:
+class _Job(Struct):
     block: int
     parts_mask: int | None
     predictor: str
@@ -139,7 +146,7 @@ class _Job:
     record_bytes: int
     expires: float
     row: Totals
-    state: _State = _State.WAITING
+    state: _State = WAITING
     staged_at: float = 0.0
     wanted_at: float | None = None
 
@@ -191,22 +198,22 @@ class Ledger:
     def withdraw(self, job: int, reason: str) -> Settled:
         """A waiting job is refused after all."""
         record = self._open[job]
-        assert record.state is _State.WAITING, f"job {job} is {record.state.name}, not waiting"
-        return self._settle(job, record, Outcome.REFUSED, reason)
+        assert record.state is WAITING, f"job {job} is {record.state.name}, not waiting"
+        return self._settle(job, record, REFUSED, reason)
 
     def issued(self, job: int) -> None:
         """A waiting job went to the device."""
         record = self._open[job]
-        assert record.state is _State.WAITING, f"job {job} issued in state {record.state.name}"
-        record.state = _State.FLYING
+        assert record.state is WAITING, f"job {job} issued in state {record.state.name}"
+        record.state = FLYING
         self._of_block.setdefault(record.block, []).append(job)
 
     def cancel(self, job: int) -> Settled | None:
         """Nobody wants the job any more. None, and nothing changes, if it has landed or ended."""
         record = self._open.get(job)
-        if record is None or record.state not in (_State.WAITING, _State.FLYING):
+        if record is None or record.state not in (WAITING, FLYING):
             return None
-        return self._settle(job, record, Outcome.CANCELLED)
+        return self._settle(job, record, CANCELLED)
 
     def staged(self, job: int, now: float) -> Settled | None:
         """A flying job's bytes are in staging; it ends as late if somebody has waited for them. Unknown jobs
@@ -214,17 +221,17 @@ class Ledger:
         record = self._open.get(job)
         if record is None:
             return None
-        assert record.state is _State.FLYING, f"job {job} staged in state {record.state.name}"
-        record.state, record.staged_at = _State.STAGED, now
-        return self._settle(job, record, Outcome.LATE) if record.wanted_at is not None else None
+        assert record.state is FLYING, f"job {job} staged in state {record.state.name}"
+        record.state, record.staged_at = STAGED, now
+        return self._settle(job, record, LATE) if record.wanted_at is not None else None
 
     def failed(self, job: int, reason: str) -> Settled | None:
         """A flying job ended without its bytes. Unknown (cancelled) jobs are passed over."""
         record = self._open.get(job)
         if record is None:
             return None
-        assert record.state is _State.FLYING, f"job {job} failed in state {record.state.name}"
-        return self._settle(job, record, Outcome.FAILED, reason)
+        assert record.state is FLYING, f"job {job} failed in state {record.state.name}"
+        return self._settle(job, record, FAILED, reason)
 
     def evicted(self, block: int) -> int:
         """The block left staging: its unused jobs are early or useless, time will tell. Returns their
@@ -235,8 +242,8 @@ class Ledger:
         freed = 0
         for job in jobs:
             record = self._open[job]
-            if record.state is _State.STAGED:
-                record.state = _State.EVICTED
+            if record.state is STAGED:
+                record.state = EVICTED
                 freed += record.record_bytes
         return freed
 
@@ -255,11 +262,11 @@ class Ledger:
             record = self._open[job]
             if not _overlap(record.parts_mask, parts_mask):
                 continue
-            if record.state is _State.FLYING:
+            if record.state is FLYING:
                 record.wanted_at = now if record.wanted_at is None else record.wanted_at
             else:
-                was_there = record.state is _State.STAGED and where != "nvme"
-                outcome = Outcome.TIMELY if was_there else Outcome.EARLY
+                was_there = record.state is STAGED and where != "nvme"
+                outcome = TIMELY if was_there else EARLY
                 settled.append(self._settle(job, record, outcome, lead_s=now - record.staged_at))
         return settled
 
@@ -274,8 +281,8 @@ class Ledger:
             record = is_open(job)
             if record is None:
                 continue
-            if record.state in (_State.STAGED, _State.EVICTED):
-                settled.append(self._settle(job, record, Outcome.USELESS))
+            if record.state in (STAGED, EVICTED):
+                settled.append(self._settle(job, record, USELESS))
             else:
                 unanswered.append((now + self.horizon_s, job))
         for entry in unanswered:
@@ -285,8 +292,8 @@ class Ledger:
     def close(self) -> None:
         """Nothing will happen any more: what waits or flies is cancelled, what was not used is useless."""
         for job, record in list(self._open.items()):
-            has_landed = record.state in (_State.STAGED, _State.EVICTED)
-            self._settle(job, record, Outcome.USELESS if has_landed else Outcome.CANCELLED)
+            has_landed = record.state in (STAGED, EVICTED)
+            self._settle(job, record, USELESS if has_landed else CANCELLED)
 
     def next_expiry(self) -> float | None:
         """When `expire` may have something to do."""
@@ -338,7 +345,7 @@ class Ledger:
             assert refused == row.refused, f"{key}: refusals do not add up"
         assert self.totals().open == len(self._open), "open jobs do not add up"
         located = [job for jobs in self._of_block.values() for job in jobs]
-        expected = [job for job, record in self._open.items() if record.state is not _State.WAITING]
+        expected = [job for job, record in self._open.items() if record.state is not WAITING]
         assert sorted(located) == sorted(expected), "block table and open jobs disagree"
         assert all(self._of_block.values()), "empty entry in the block table"
 
@@ -358,20 +365,20 @@ class Ledger:
         del self._open[job]
         row = record.row
         row.open -= 1
-        setattr(row, outcome.value, getattr(row, outcome.value) + 1)
+        setattr(row, outcome, getattr(row, outcome) + 1)
         if reason:
-            _count(row.reasons, f"{outcome.value}:{reason}")
-        if record.state is not _State.WAITING:
+            _count(row.reasons, f"{outcome}:{reason}")
+        if record.state is not WAITING:
             self._book_issued(job, record, row)
-        if outcome is Outcome.TIMELY:
+        if outcome is TIMELY:
             row.lead_sum_s += lead_s
             row.leads[_lead_bucket(lead_s)] += 1
             row.used_bytes += record.record_bytes
-        elif outcome is Outcome.LATE:
+        elif outcome is LATE:
             assert record.wanted_at is not None
             row.late_sum_s += record.staged_at - record.wanted_at
             row.used_bytes += record.record_bytes
-        holds = record.state is _State.STAGED
+        holds = record.state is STAGED
         return Settled(job, outcome, record.predictor, record.probability, record.record_bytes, holds)
 
     def _book_issued(self, job: int, record: _Job, row: Totals) -> None:

@@ -35,7 +35,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from dpurt.core.arbiter import Arbiter, Job, StagingView
+from msgspec import Struct
+
+from dpurt.core.arbiter import Arbiter, Job, Refusal, StagingView
 from dpurt.core.events import (
     NOBODY,
     Arrived,
@@ -56,8 +58,7 @@ from dpurt.core.ledger import Ledger, Outcome, Settled, Totals
 from dpurt.core.predictor import Prediction, Predictor
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """Read these parts (None: all) of the block from the device into staging. Behind every demand read."""
 
     job: int
@@ -67,8 +68,7 @@ class Fetch:
     predictor: str
 
 
-@dataclass(frozen=True, slots=True)
-class CancelFetch:
+class CancelFetch(Struct, frozen=True):
     """Nobody waits for this fetch any more: drop it if it has not started. Answer the fetch all the same."""
 
     job: int
@@ -189,12 +189,16 @@ class PrefetchCore:
         """When `tick` should be called, unless an event comes first; None: not before one does. May lie in
         the past."""
         earliest = self._said_at
-        for due in (self.arbiter.next_wakeup(), self.ledger.next_expiry()):
-            if due is not None and due < earliest:
+        due = self.arbiter.next_wakeup()
+        if due is not None and due < earliest:
+            earliest = due
+        due = self.ledger.next_expiry()
+        if due is not None and due < earliest:
+            earliest = due
+        if self._sequences:
+            due = self._sequences[next(iter(self._sequences))].heard_at + self._forget_s
+            if due < earliest:
                 earliest = due
-        for oldest in self._sequences.values():
-            earliest = min(earliest, oldest.heard_at + self._forget_s)
-            break
         return None if earliest == math.inf else earliest
 
     def is_wanted(self, block: int, now: float) -> bool:
@@ -386,21 +390,25 @@ class PrefetchCore:
         plan = self.arbiter.plan(predictions, self.view, now, self._run_of)
         for job in plan.admitted:
             self._open(job)
-        for prediction, reason, number, was_waiting in plan.refusals:
-            if was_waiting:
-                assert number is not None
-                self._land(number)
-                self.ledger.withdraw(number, reason)
-                continue
-            self.ledger.refuse(prediction.predictor, prediction.owner, reason)
-            if number is not None and number in self._waiters:
-                self._wait(number, prediction.sequence)
+        for refusal in plan.refusals:
+            self._refused(refusal)
         for job in plan.fetches:
             self.ledger.issued(job.number)
             wanted = job.prediction
             self._commands.append(
                 Fetch(job.number, wanted.block, wanted.parts_mask, wanted.need_by, wanted.predictor)
             )
+
+    def _refused(self, refusal: Refusal) -> None:
+        prediction, number = refusal.prediction, refusal.job
+        if refusal.was_waiting:
+            assert number is not None
+            self._land(number)
+            self.ledger.withdraw(number, refusal.reason)
+            return
+        self.ledger.refuse(prediction.predictor, prediction.owner, refusal.reason)
+        if number is not None and number in self._waiters:
+            self._wait(number, prediction.sequence)
 
     def _open(self, job: Job) -> None:
         block, mask, need_by, probability, predictor, sequence, owner, _ = job.prediction

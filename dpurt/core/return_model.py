@@ -207,11 +207,12 @@ class ReturnModel:
             return self._prior.hazards(traits)
         return ORDINARY
 
-    def factors(self, rows: Ints) -> Floats:
-        """What to multiply them by, for each of these rows, as of the last `refit`."""
-        factors = np.ones((len(rows), NUM_AGES))
-        for table in range(NUM_TABLES):
-            factors *= self._factors[self._is_prior[rows], table, self._buckets[rows, table]]
+    def factors(self, rows: Ints | int) -> Floats:
+        """What to multiply them by, for each of these rows (or one), as of the last `refit`."""
+        kind, buckets = self._is_prior[rows], self._buckets[rows]
+        factors: Floats = self._factors[kind, 0, buckets[..., 0]]
+        for table in range(1, NUM_TABLES):
+            factors = factors * self._factors[kind, table, buckets[..., table]]
         return factors
 
     def expose(self, rows: Ints, ages: Ints, risks: Floats) -> None:
@@ -299,4 +300,4 @@ class Running:
 
 def _overlap(edges: Floats, start: float, end: float) -> Floats:
     """Seconds of [start, end] in each bin."""
-    return np.asarray(np.clip(np.minimum(edges[1:], end) - np.maximum(edges[:-1], start), 0.0, None))
+    return np.asarray(np.maximum(np.minimum(edges[1:], end) - np.maximum(edges[:-1], start), 0.0))

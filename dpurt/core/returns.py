@@ -54,6 +54,7 @@ from dpurt.core.events import (
     Staged,
     Stored,
 )
+from dpurt.core.eviction import least
 from dpurt.core.predictor import Prediction
 from dpurt.core.return_model import (
     AGE_EDGES,
@@ -185,7 +186,7 @@ class _Pairs:
         """By row, the weighted sum over its streams."""
         used = slice(0, self.used)
         weights = of_slot[self.slot[used]] * self.weight[used]
-        return np.bincount(self.row[used], weights, minlength=num_rows).astype(float)
+        return np.asarray(np.bincount(self.row[used], weights, minlength=num_rows), float)
 
 
 class _Slots:
@@ -236,6 +237,8 @@ class Returns:
         self._fetches = fetches
         self._model = ReturnModel(prior)
         self._windows = ((window_s, 1.0), (self.LATER_S, self.LATER_WEIGHT * window_s))
+        self._spans: Floats = np.array([[0.0], *([seconds] for seconds, _ in self._windows)])
+        self._weights: Floats = np.array([[-weight] for _, weight in self._windows])
         self._running_model = Running(self._windows)
         self._rows = _Rows()
         self._pairs = _Pairs()
@@ -257,21 +260,19 @@ class Returns:
 
     # --- the outlook
 
-    def came(self, block: int) -> None:
+    def came(self, block: int) -> int:
         row = self._rows.get(block)
         self._rows.resident[row] += 1
+        return row
 
-    def left(self, block: int) -> None:
-        row = self._rows.of.get(block)
-        if row is not None:
-            self._rows.resident[row] -= 1
+    def left(self, handle: int) -> None:
+        self._rows.resident[handle] -= 1
 
-    def worth(self, blocks: Sequence[int], now: float) -> Floats:
+    def worth(self, handles: Ints, now: float) -> Floats:
         self._refresh(now)
         self._asked_at = now
         self._grow_worth()
-        known = np.fromiter(map(self._rows.of.get, blocks, repeat(-1)), np.int64, len(blocks))
-        return np.where(known < 0, 0.0, self._worths(known))
+        return self._worths(handles)
 
     # --- the predictor
 
@@ -319,8 +320,8 @@ class Returns:
         self._landed = 0
         is_full = now - self._asked_at <= self.FULL_S
         wanted = self._wanted(is_full)
-        worths = self._worths(wanted).tolist()
-        predictions = list(map(self._prediction, wanted.tolist(), worths, repeat(now + self.LOOK_S)))
+        blocks, worths = self._rows.block[wanted].tolist(), self._worths(wanted).tolist()
+        predictions = list(map(self._prediction, wanted.tolist(), blocks, worths, repeat(now + self.LOOK_S)))
         self._asked_for = {prediction.block for prediction in predictions}
         return predictions
 
@@ -407,7 +408,7 @@ class Returns:
         """Its blocks' worths follow at once; all that age changes follows with the next refresh."""
         slots, slot = self._slots, stream.slot
         self._grow_worth()
-        self._worth[stream.rows] += chance - slots.chance[slot]
+        self._worth[np.array(stream.rows, int)] += chance - slots.chance[slot]
         slots.chance[slot] = chance
 
     def _append(self, stream: _Stream, rows: list[int], tail: float = 1.0) -> None:
@@ -460,15 +461,15 @@ class Returns:
         )
         slots.state[slot], slots.since[slot], slots.booked[slot] = IDLE, now, 0.0
         slots.row[slot], slots.prior[slot] = self._model.row(traits), self._model.prior_hazards(traits)
-        self._apply_model(np.array([slot]))
+        self._apply_model(slot)
         stream.ended_at = now
         self._expect(stream, self._chance(slot, now))
 
-    def _apply_model(self, idle: Ints) -> None:
+    def _apply_model(self, idle: Ints | int) -> None:
         """The hazards of these slots, as the model sees them now."""
         slots = self._slots
-        slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
-        slots.risk[idle, 1:] = np.cumsum(slots.hazards[idle] * AGE_WIDTHS, 1)
+        hazards = slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
+        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS).cumsum(-1)
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -563,9 +564,8 @@ class Returns:
         is_idle = slots.state[live] == IDLE
         chances = np.empty(len(live))
         idle, age = live[is_idle], ages[is_idle]
-        risk = self._risk(idle, age)
-        soon, later = (-weight * np.expm1(risk - self._risk(idle, age + s)) for s, weight in self._windows)
-        chances[is_idle] = soon + later
+        now_and_then = self._risk(idle, age + self._spans)
+        chances[is_idle] = (self._weights * np.expm1(now_and_then[0] - now_and_then[1:])).sum(0)
         chances[~is_idle] = self._running_model.probability(slots.kind[live[~is_idle]], ages[~is_idle])
         return chances
 
@@ -586,8 +586,8 @@ class Returns:
 
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
         """Cumulative hazards, linear between the edges."""
-        age_bin = np.minimum(np.searchsorted(AGE_EDGES, ages, side="right") - 1, NUM_AGES - 1)
-        into = np.minimum(ages - AGE_EDGES[age_bin], AGE_EDGES[age_bin + 1] - AGE_EDGES[age_bin])
+        age_bin = np.minimum(AGE_EDGES.searchsorted(ages, side="right") - 1, NUM_AGES - 1)
+        into = np.minimum(ages - AGE_EDGES[age_bin], AGE_WIDTHS[age_bin])
         return np.asarray(self._slots.risk[slots, age_bin] + into * self._slots.hazards[slots, age_bin])
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
@@ -606,26 +606,24 @@ class Returns:
     # --- predictions
 
     def _wanted(self, is_full: bool) -> Ints:
-        """Rows worth fetching, the best first: in a full staging each worth more, by a margin, than the resident one it
-        would push out."""
+        """Rows worth fetching, the best first, the older row of equals: in a full staging each worth more, by a margin, than
+        the resident one it would push out."""
         self._grow_worth()
         worth = self._worths(slice(0, len(self._rows)))
-        resident = self._rows.resident[: len(worth)] > 0
-        absent = np.flatnonzero(~resident & (worth > self.FLOOR * self.window_s))
-        if len(absent) > self._reach:
-            absent = absent[np.argpartition(-worth[absent], self._reach)[: self._reach]]
-        best = absent[np.argsort(-worth[absent], kind="stable")]
+        is_resident = self._rows.resident[: len(worth)] > 0
+        price = np.where(is_resident, 0.0, -worth)
+        best = least(price, self._reach)
+        best = best[price[best] < -self.FLOOR * self.window_s]
         if not is_full:
             return best
-        kept = worth[resident]
+        kept = worth[is_resident]
         num_compared = min(len(best), len(kept))
-        cheapest = np.sort(np.partition(kept, num_compared - 1)[:num_compared]) if num_compared else kept[:0]
-        pays = worth[best[:num_compared]] > self.MARGIN * cheapest
+        pays = worth[best[:num_compared]] > self.MARGIN * kept[least(kept, num_compared)]
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
         return best[:num_worth_it]
 
-    def _prediction(self, row: int, worth: float, need_by: float) -> Prediction:
+    def _prediction(self, row: int, block: int, worth: float, need_by: float) -> Prediction:
         stream = self._rows.latest[row]
         owner = NOBODY if stream is None else stream.owner
         lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
-        return Prediction(int(self._rows.block[row]), None, need_by, lasting, self.name, None, owner, worth)
+        return Prediction(block, None, need_by, lasting, self.name, None, owner, worth)

@@ -474,8 +474,9 @@ class _Run:
         self._tell(Finished(turn.number, turn.request.stop))
 
     def _tokens(self, turn: _Turn) -> int:
-        left = turn.request.input_tokens - turn.cursor * self.scenario.block_tokens
-        return max(1, min(left, self.scenario.block_tokens))
+        whole = self.scenario.block_tokens
+        left = turn.request.input_tokens - turn.cursor * whole
+        return whole if left >= whole else max(1, left)
 
     def _count(self, source: str, turn: _Turn) -> None:
         if turn.time_slice is None:

@@ -4,18 +4,11 @@ are not modelled."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Protocol
 
 from dpurt.core.eviction import EvictionPolicy
 
 Admit = Callable[[int, int], bool]  # may `block` come if `victim` has to leave for it?
-
-
-class Protects(Protocol):
-    """Is the block wanted soon, as of now?"""
-
-    def __call__(self, block: int, now: float) -> bool: ...
+Protects = Callable[[int, float], bool]  # is the block wanted soon, as of now?
 
 
 def always(block: int, victim: int) -> bool:
@@ -60,8 +53,7 @@ class ReplayStaging:
 
     def price(self, now: float) -> float:
         """What the block that leaves for a newcomer is worth; 0 while there is a free place."""
-        has_free = len(self.resident) + self.reserved < self.capacity
-        return 0.0 if has_free else self.policy.price(now)
+        return 0.0 if self.has_free else self.policy.price(now)
 
     def leading(self, blocks: Iterable[int]) -> int:
         """Length of the leading run that is resident."""
@@ -77,7 +69,7 @@ class ReplayStaging:
         victim."""
         if not self.has_free:
             protects = self.protects
-            victim = self.policy.victim(now, partial(protects, now=now) if protects else None)
+            victim = self.policy.victim(now, (lambda other: protects(other, now)) if protects else None)
             if victim is None or not self._admit(block, victim):
                 return False
             self.policy.remove(victim, evicted=True)

@@ -116,20 +116,21 @@ class NaiveBelady(NaiveLru):
 
 
 class Thirds:
-    """An outlook: block b is worth b % 3. Knows who is resident."""
+    """An outlook: block b is worth b % 3. Knows who is resident; a block's handle is ten more than its number."""
 
     def __init__(self) -> None:
         self.resident: set[int] = set()
 
-    def came(self, block: int) -> None:
+    def came(self, block: int) -> int:
         self.resident.add(block)
+        return block + 10
 
-    def left(self, block: int) -> None:
-        self.resident.remove(block)
+    def left(self, handle: int) -> None:
+        self.resident.remove(handle - 10)
 
-    def worth(self, blocks: Sequence[int], now: float) -> NDArray[np.float64]:
-        assert self.resident.issuperset(blocks)
-        return np.array([block % 3 for block in blocks], float)
+    def worth(self, handles: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        assert self.resident.issuperset((handles - 10).tolist())
+        return ((handles - 10) % 3).astype(float)
 
 
 class NaivePredicted(NaiveLru):
@@ -583,9 +584,9 @@ def test_a_ranking_serves_many_victims_and_is_renewed_when_it_has_aged() -> None
     class Counting(Thirds):
         asked = 0
 
-        def worth(self, blocks: Sequence[int], now: float) -> NDArray[np.float64]:
+        def worth(self, handles: NDArray[np.int64], now: float) -> NDArray[np.float64]:
             self.asked += 1
-            return super().worth(blocks, now)
+            return super().worth(handles, now)
 
     outlook = Counting()
     policy = filled(make_policy("predicted", 1000, outlook), range(1000))
