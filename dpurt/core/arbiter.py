@@ -29,8 +29,8 @@ then by job number, so a replay repeats itself.
 Issue. The first waiting one goes to the device while there is a queue place, bandwidth left after what demand reads
 have queued (a token bucket: demand is always first), and staging for it. A prefetch holds up each demand read that
 comes behind it for its whole length, and saves one at best. So while demand reads are queued, or were within
-`quiet_s`, of the sure ones only those a sequence has asked for, which would be demand reads themselves soon, and
-those that must start within `pressing_s` are issued; the others wait for a quiet moment. One that waits past its use
+`quiet_s`, only sure ones that must start within `pressing_s` are issued, and none past the first in the order that
+need not; the others wait for a quiet moment. One that waits past its use
 is refused ``over_budget``; one that is not worth `hysteresis` more than the block which would have to leave for it
 (the view's `price`) ``not_worth_room``. Those nearly certain (`CERTAIN`) need only be worth more. So prefetch never
 throws out what it will want next.
@@ -457,7 +457,7 @@ class Arbiter:
     def _is_pressing(self, job: Job, now: float) -> bool:
         rank, _, _, need_by, _ = job.key
         latest_start = need_by - self.read_s(job.record_bytes)
-        return rank == ASKED or (rank == LIKELY and latest_start <= now + self.budget.pressing_s)
+        return rank != UNSURE and latest_start <= now + self.budget.pressing_s
 
     def _launch(self, job: Job, plan: Plan) -> None:
         heapq.heappop(self._order)

@@ -84,7 +84,7 @@ class Scenario:
     prefill_tokens_per_s: float = 10_000.0
     link_bytes_per_s: float = 25e9
     decode_step_s: float = 0.03
-    lookahead_blocks: int = 256
+    lookahead_blocks: int = 64  # as a node's
     prefetch_queue_depth: int = 4
     prefetch_share: float = 1.0
     hint_lead_s: float = 0.0

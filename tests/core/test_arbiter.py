@@ -190,14 +190,14 @@ def test_demand_backlog_takes_the_bandwidth_first():
     assert blocks(arbiter.plan([], View(), 0.01).fetches) == [1]
 
 
-def test_while_demand_reads_are_queued_only_what_is_asked_for_or_sure_and_pressing_goes():
+def test_while_demand_reads_are_queued_only_what_is_sure_and_pressing_goes():
     arbiter = Arbiter(budget(pressing_s=1.0))
     wanted = [
-        want(1, need_by=0.5, sequence=None), want(2, need_by=3.0, sequence=None),
-        want(3, need_by=0.5, probability=0.4), want(4, need_by=3.0),
+        want(1, need_by=0.5), want(2, need_by=3.0, sequence=None), want(3, need_by=0.5, probability=0.4),
+        want(4, need_by=3.0),
     ]  # fmt: skip
-    assert blocks(arbiter.plan(wanted, View(backlog=MB), 0.0).fetches) == [4, 1]
-    assert blocks(arbiter.plan([], View(backlog=MB), 2.5).fetches) == [2]
+    assert blocks(arbiter.plan(wanted, View(backlog=MB), 0.0).fetches) == [1]
+    assert blocks(arbiter.plan([], View(backlog=MB), 2.5).fetches) == [4, 2]
 
 
 def test_what_a_sequence_asks_for_goes_before_sooner_guesses_and_by_deadline():
