@@ -16,7 +16,7 @@ from pathlib import Path
 from dpurt.config.reading import parse_size
 from dpurt.demo import report
 from dpurt.demo.back_end import check_installed
-from dpurt.demo.plan import DRIVE, TRACE_BLOCK_BYTES, Plan, make_plan
+from dpurt.demo.plan import TRACE_BLOCK_BYTES, Plan, make_plan
 from dpurt.demo.run import Outcome, Way, play
 from dpurt.doctor import memory_bytes
 from dpurt.errors import ConfigError
@@ -193,7 +193,7 @@ def _intro(plan: Plan, args: argparse.Namespace) -> str:
         f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on {DEVICES[args.bdev]}\n"
         f"  scales: time x{plan.speed:g} ({plan.span_s:.0f} s), bytes 1/{scales['bytes_scale']} "
         f"({plan.block_bytes >> 10} KiB for a 512-token block; the 70B model has {TRACE_BLOCK_BYTES >> 20} MiB);\n"
-        f"  {_pace(plan, args)}; the trace has block ids only, so tokens and KV bytes are synthetic; there is no GPU\n"
+        f"  the trace has block ids only, so tokens and KV bytes are synthetic; there is no GPU\n"
         f"  {plan.block_refs:,} block references, {plan.distinct_blocks:,} distinct blocks "
         f"({plan.store_bytes / 2**30:.1f} GiB file),\n"
         f"  staging {plan.staging_blocks:,} blocks ({share}), {prefetch}"
@@ -228,10 +228,3 @@ def _play_one(
     if not quiet:
         print(f"\n--- {kind} fabric, {policy}, {outcome.wall_s:.0f} s ---\n{report.text(plan, outcome)}")
     return outcome
-
-
-def _pace(plan: Plan, args: argparse.Namespace) -> str:
-    if args.bdev != "file":
-        return "reads as fast as the device is"
-    rates = f"{DRIVE.read_bytes_per_s / 1e9:g} GB/s at that scale, {plan.read_bytes_per_s / 1e6:.0f} MB/s"
-    return f"reads no faster than those of a drive of {rates}"

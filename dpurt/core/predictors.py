@@ -13,23 +13,21 @@ from dpurt.core.predictor import (
     SlidingWindow,
 )
 from dpurt.core.return_model import Forest
-from dpurt.core.returns import LONGEST_WINDOW_S, Returns
+from dpurt.core.returns import Returns
 
 __all__ = ["PREDICTORS", "make_predictor"]
 
-PREDICTORS: dict[str, Callable[[int, Forest | None, float], Predictor]] = {
-    "sliding_window": lambda lookahead, _prior, _window_s: SlidingWindow(lookahead_blocks=lookahead),
-    "hint": lambda _lookahead, _prior, _window_s: Hints(),
-    "attention_prev": lambda _lookahead, _prior, _window_s: AttentionPrevious(),
-    "attention_ewma": lambda _lookahead, _prior, _window_s: AttentionEwma(),
-    "attention": lambda _lookahead, _prior, _window_s: AttentionLearned(),
-    "cross_request": lambda _lookahead, prior, window_s: Returns(prior, window_s),
+PREDICTORS: dict[str, Callable[[int, Forest | None], Predictor]] = {
+    "sliding_window": lambda lookahead, _prior: SlidingWindow(lookahead_blocks=lookahead),
+    "hint": lambda _lookahead, _prior: Hints(),
+    "attention_prev": lambda _lookahead, _prior: AttentionPrevious(),
+    "attention_ewma": lambda _lookahead, _prior: AttentionEwma(),
+    "attention": lambda _lookahead, _prior: AttentionLearned(),
+    "cross_request": lambda _lookahead, prior: Returns(prior),
 }
 
 
-def make_predictor(
-    name: str, lookahead_blocks: int, prior: Forest | None = None, window_s: float = LONGEST_WINDOW_S
-) -> Predictor:
-    """A predictor by its name, with its usual settings. `prior`: what is known beforehand of conversations' returns;
-    `window_s`: how far ahead these count in full. Raises KeyError for an unknown name."""
-    return PREDICTORS[name](lookahead_blocks, prior, window_s)
+def make_predictor(name: str, lookahead_blocks: int, prior: Forest | None = None) -> Predictor:
+    """A predictor by its name, with its usual settings. `prior`: what is known beforehand of conversations' returns.
+    Raises KeyError for an unknown name."""
+    return PREDICTORS[name](lookahead_blocks, prior)

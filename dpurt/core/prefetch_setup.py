@@ -16,7 +16,7 @@ from dpurt.core.predictor import Predictor, SlidingWindow
 from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import PrefetchCore
 from dpurt.core.return_model import Forest
-from dpurt.core.returns import Returns, window_for
+from dpurt.core.returns import Returns
 
 __all__ = ["PrefetchSetup", "outlook_of"]
 
@@ -42,8 +42,7 @@ class PrefetchSetup:
     def _make(self, name: str, prior: Forest | None) -> Predictor:
         if name == SlidingWindow.name:
             return SlidingWindow(self.lookahead_blocks, self.block_s)
-        window_s = window_for(self.staging_bytes / self.bandwidth_bytes_per_s)
-        return make_predictor(name, self.lookahead_blocks, prior, window_s)
+        return make_predictor(name, self.lookahead_blocks, prior)
 
     def build(self, predictors: Sequence[Predictor], view: StagingView) -> PrefetchCore:
         """A new core around them."""

@@ -1,15 +1,14 @@
 """Conversations return: what each block is worth keeping or fetching for the next of them. A predictor and an outlook.
 
 Theory of operation. A *stream* is one conversation: the chain of blocks of its last request. It is *running* from its
-arrival to its end, then *idle* until a request continues it; that request makes a new stream in its place. At any
-time a stream has a chance of being continued within the next `window_s` (`dpurt.core.return_model`), to which the
-chance of that within `LATER_S` is added with a small weight (in proportion to the window, as is the chance within
-it): of two conversations as likely to return soon, the one that will return later stays, or it would be read back in
-the rush of its return. A block's worth is the sum of the chances of the streams it is part of, plus what new
-conversations on popular branches ask for, plus one for each request under way that has not read it yet. So a block of
-many conversations is worth more, one whose conversation has just arrived is worth little once read, as it cannot be
-asked for again soon, and one in the dead time after a turn may leave. How far ahead that looks is the device's
-(`window_for`): a block that can be brought back quickly need not be kept for what may come later.
+arrival to its end, then *idle* until a request continues it; that request makes a new stream in its place. At any time
+a stream has a chance of being continued within the next `window_s` (`dpurt.core.return_model`), to which the chance of
+that within `LATER_S` is added with a small weight: of two conversations as likely to return soon, the one that will return
+later stays, or it would be read back in the rush of its return. A block's worth is the
+sum of the chances of the streams it is part of, plus what new conversations on popular branches ask for, plus one for
+each request under way that has not read it yet. So a block of many conversations is worth more, one whose conversation
+has just arrived is worth little once read, as it cannot be asked for again soon, and one in the dead time after a turn
+may leave.
 
 Worths are computed for all blocks at once, with numpy, at most every `RENEW_S`: (row of a block, slot of a stream) pairs
 are kept in two flat arrays, and worth is one weighted count over them. A row is a block's place in the arrays. Pairs of
@@ -68,7 +67,7 @@ from dpurt.core.return_model import (
     stop_code,
 )
 
-__all__ = ["Returns", "window_for"]
+__all__ = ["Returns"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -76,14 +75,6 @@ Ints = NDArray[np.int64]
 HEAD_LEAD = 0.02  # of a stream's worth, from its head to its tail
 RUNNING, IDLE, DEAD = 1, 2, 0
 _EDGES: list[float] = AGE_EDGES.tolist()
-SHORTEST_WINDOW_S, LONGEST_WINDOW_S = 3.0, 5.0
-
-
-def window_for(fill_s: float) -> float:
-    """The window for a device that fills all of staging in `fill_s`: half of that, as what is kept for longer a fast one
-    could swap out and bring back in between; within bounds, for gaps are not known that well, nor is the distant
-    future."""
-    return min(LONGEST_WINDOW_S, max(SHORTEST_WINDOW_S, fill_s / 2))
 
 
 @dataclass(slots=True)
@@ -217,7 +208,7 @@ class Returns:
     GROWTH = 4
     MIN_REACH, MAX_REACH = 64, 1024
     FLOOR = 0.0002  # uses a second below which nothing is fetched, even into free room
-    LATER_S, LATER_WEIGHT = 60.0, 0.02  # for each second of the window
+    LATER_S, LATER_WEIGHT = 60.0, 0.1
     LASTING_S = 120.0  # a fetched block is taken to stay: what is not used by then was useless
     FULL_S = 5.0  # after its policy last asked what to evict, staging is taken to be full
     REFIT_S = 15.0
@@ -226,7 +217,7 @@ class Returns:
     def __init__(
         self,
         prior: Forest | None = None,
-        window_s: float = LONGEST_WINDOW_S,
+        window_s: float = 5.0,
         max_streams: int = 16_384,
         *,
         fetches: bool = True,
@@ -236,7 +227,7 @@ class Returns:
         self.window_s = window_s
         self._fetches = fetches
         self._model = ReturnModel(prior)
-        self._windows = ((window_s, 1.0), (self.LATER_S, self.LATER_WEIGHT * window_s))
+        self._windows = ((window_s, 1.0), (self.LATER_S, self.LATER_WEIGHT))
         self._spans: Floats = np.array([[0.0], *([seconds] for seconds, _ in self._windows)])
         self._weights: Floats = np.array([[-weight] for _, weight in self._windows])
         self._running_model = Running(self._windows)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpurt.core.device_profiles import DEVICES
 from dpurt.core.record import align_up
 from dpurt.demo.host import PlannedRequest
 from dpurt.replay.trace import Request
@@ -20,8 +19,6 @@ SEGMENT_RECORDS = 8  # at least
 INBOUND_BLOCKS = 64
 MIN_STAGING_BLOCKS = 64
 TRACE_BLOCK_BYTES = 512 * 327_680  # Llama-3-70B, FP16: what one 512-token block really has
-DRIVE = DEVICES["pcie5_tlc"]
-UNPACED = 1 << 40  # bytes a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +38,6 @@ class Plan:
     def record_bytes(self) -> int:
         """A block with its header."""
         return align_up(4096) + align_up(self.block_bytes)
-
-    @property
-    def read_bytes_per_s(self) -> float:
-        """What `DRIVE` reads, scaled as the bytes and the time are."""
-        return DRIVE.read_bytes_per_s * self.speed * self.block_bytes / TRACE_BLOCK_BYTES
 
     @property
     def segment_bytes(self) -> int:
@@ -93,11 +85,7 @@ def topology_of(
     back end, in the place of a file.
     """
     part = plan.block_bytes // GROUPS
-    profile = (
-        f"{{ read_latency_us = {DRIVE.read_latency_s * 1e6:.0f}, write_latency_us = 0, "
-        f'read_bytes_per_s = {plan.read_bytes_per_s:.0f}, write_bytes_per_s = {UNPACED}, source = "to the scale" }}'
-    )
-    device = f'kind = "file"\npath = "{directory / "flash.img"}"\nsize_bytes = {plan.store_bytes}\nprofile = {profile}'
+    device = f'kind = "file"\npath = "{directory / "flash.img"}"\nsize_bytes = {plan.store_bytes}'
     if socket is not None:
         device = f'kind = "vhost-user"\npath = "{socket}"'
     groups = "\n".join(

@@ -65,7 +65,7 @@ def scales(plan: Plan) -> dict[str, object]:
     """What was made smaller, and how much."""
     return {
         "block_bytes": plan.block_bytes, "block_bytes_of_model": TRACE_BLOCK_BYTES,
-        "bytes_scale": round(TRACE_BLOCK_BYTES / plan.block_bytes, 1), "time_scale": plan.speed, "drive_bytes_per_s": plan.read_bytes_per_s,
+        "bytes_scale": round(TRACE_BLOCK_BYTES / plan.block_bytes, 1), "time_scale": plan.speed,
         "distinct_blocks": plan.distinct_blocks, "block_references": plan.block_refs,
         "ideal_hit_blocks": plan.ideal_hits, "staging_blocks": plan.staging_blocks,
     }  # fmt: skip

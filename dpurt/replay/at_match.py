@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from dpurt.core.events import NOBODY, Arrived, Consumed, Finished, Staged, Stored
 from dpurt.core.eviction import Belady, EvictionPolicy, Lru, Predicted
 from dpurt.core.return_model import Forest
-from dpurt.core.returns import Returns, window_for
+from dpurt.core.returns import Returns
 from dpurt.replay.future import Future
 from dpurt.replay.trace import Request
 
@@ -71,11 +71,7 @@ def at_match(
         return _Run(
             requests, AtMatch(policy), _Staging(capacity, Lru(capacity)), _Guess(), blocks_per_s
         ).to_end()
-    returns = Returns(
-        None if policy == "dpurt_fresh" else prior,
-        window_for(capacity / blocks_per_s),
-        fetches=policy != "predicted",
-    )
+    returns = Returns(None if policy == "dpurt_fresh" else prior, fetches=policy != "predicted")
     staging = _Staging(capacity, Predicted(capacity, returns))
     return _Run(requests, AtMatch(policy), staging, _Returning(returns), blocks_per_s).to_end()
 

@@ -49,7 +49,6 @@ from dpurt.core.events import (
 from dpurt.core.ledger import LEAD_BOUNDS_S, Ledger
 from dpurt.core.predictor import Predictor
 from dpurt.core.prefetch import CancelFetch, Fetch, PrefetchCore
-from dpurt.core.returns import window_for
 from dpurt.replay.future import Future
 from dpurt.replay.hits import capacity_blocks, untimed_hit_rates
 from dpurt.replay.policies import Oracle, Policy, make_eviction, make_predictors
@@ -196,8 +195,7 @@ class _Run:
     def _make_predictors(self) -> list[Predictor]:
         scenario = self.scenario
         block_s = max(self._load_s, scenario.block_bytes / scenario.device.read_bytes_per_s)
-        fill_s = self.capacity * scenario.block_bytes / scenario.device.read_bytes_per_s
-        return make_predictors(self.policy, scenario.lookahead_blocks, block_s, window_for(fill_s))
+        return make_predictors(self.policy, scenario.lookahead_blocks, block_s)
 
     def _make_staging(self) -> None:
         eviction = make_eviction(self.policy, self.capacity, self._future, self._predictors)

@@ -104,20 +104,17 @@ def make_eviction(
     return make_policy(policy.eviction, capacity, outlook)
 
 
-def make_predictors(
-    policy: Policy, lookahead_blocks: int, block_s: float, window_s: float
-) -> list[Predictor]:
-    """The predictors of a policy but the oracle's, which the engine makes around its own state. `window_s`: how far
-    ahead returns count in full."""
+def make_predictors(policy: Policy, lookahead_blocks: int, block_s: float) -> list[Predictor]:
+    """The predictors of a policy but the oracle's, which the engine makes around its own state."""
     made: list[Predictor] = []
     prior = shipped_returns() if policy.has_prior else None
     for name in policy.predictors:
         if name == "sliding_window":
             made.append(SlidingWindow(lookahead_blocks, block_s))
         elif name == "cross_request":
-            made.append(Returns(prior, window_s))
+            made.append(Returns(prior))
         elif name == "outlook":
-            made.append(Returns(prior, window_s, fetches=False))
+            made.append(Returns(prior, fetches=False))
     return made
 
 

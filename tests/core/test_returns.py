@@ -31,7 +31,7 @@ from dpurt.core.return_model import (
     running_kind,
     stop_code,
 )
-from dpurt.core.returns import HEAD_LEAD, Returns, window_for
+from dpurt.core.returns import HEAD_LEAD, Returns
 
 OWNER = Owner("space", "tenant")
 AGENT = Traits(stop_code("tool_use"), 5.0, 2, 100, 3, 6.0, 7.0, 6.5)
@@ -328,10 +328,6 @@ class TestPredictions:
         returns.observe(SequenceGone(1), 0.5)
         assert returns.predict(returns.next_wakeup()) == []
         assert returns.next_wakeup() is None
-
-
-def test_the_window_is_half_the_time_the_device_takes_to_fill_staging_within_bounds():
-    assert [window_for(fill_s) for fill_s in (0.1, 7.0, 1e3)] == [3.0, 3.5, 5.0]
 
 
 @pytest.mark.parametrize("wrong", [{"window_s": 0.0}, {"max_streams": 1}])

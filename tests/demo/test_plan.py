@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dpurt.config import load_config
-from dpurt.config.schema import FileBdevConfig
 from dpurt.core.record import RecordLayout
 from dpurt.demo.content import payload_of, tokens_of
 from dpurt.demo.plan import BLOCK_TOKENS, GROUPS, HOSTS, SEGMENT_BYTES, SPACE, Plan, make_plan, topology_of
@@ -41,19 +40,6 @@ def test_a_last_block_that_is_not_full_is_left_out_unless_it_is_the_only_one() -
 def test_ideal_hits_are_leading_blocks_seen_before() -> None:
     plan = plan_of(request(0, 1, 2), request(1, 1, 2, 3), request(2, 1, 9, 2), request(3, 1, 2, 3))
     assert (plan.block_refs, plan.distinct_blocks, plan.ideal_hits) == (11, 4, 0 + 2 + 1 + 3)
-
-
-def test_the_file_reads_as_slowly_as_a_drive_would_at_the_scale(tmp_path: Path) -> None:
-    plan = plan_of(request(0, 1), speed=12, block_bytes=256 << 10)
-    assert plan.read_bytes_per_s == pytest.approx(14e9 * 12 / 640)
-    path = tmp_path / "topology.toml"
-    path.write_text(topology_of(plan, tmp_path, "shm", "dpurt", 7571))
-    [bdev] = load_config(path).bdev
-    assert isinstance(bdev, FileBdevConfig)
-    assert bdev.profile is not None
-    assert bdev.profile.read_bytes_per_s == pytest.approx(262.5e6)
-    path.write_text(topology_of(plan, tmp_path, "shm", "dpurt", 7571, tmp_path / "socket"))
-    assert load_config(path).bdev[0].kind == "vhost-user"
 
 
 @pytest.mark.parametrize("blocks", [1, 100, 5000])

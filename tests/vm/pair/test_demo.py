@@ -47,14 +47,14 @@ def plan_of() -> Plan:
 
 def topology(plan: Plan, folder: Path, hosts: dict[str, keys.KeyPair], node: keys.KeyPair) -> str:
     """The demo's own, but for the way to the node, its drive, and its rails."""
-    text = topology_of(plan, folder, "verbs", "dpurt", 1, folder / "socket")
+    text = topology_of(plan, folder, "verbs", "dpurt", 1)
     for old, new in (
         (
             'bind = "tcp://127.0.0.1:1"',
             f'bind = "{GATEWAY}"\nsession_timeout_s = 30.0\n[gateway.curve]\nsecret_key_file = "node.secret"',
         ),
         (
-            f'kind = "vhost-user"\npath = "{folder / "socket"}"',
+            f'kind = "file"\npath = "{folder / "flash.img"}"\nsize_bytes = {plan.store_bytes}',
             f'kind = "nvme-rdma"\naddresses = ["10.9.0.1:4430"]\nsubnqn = "{os.environ["DPURT_VM_NQN"]}"\n'
             "num_queues = 2\ndeadline_s = 30.0",
         ),
