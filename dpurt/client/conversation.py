@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -49,6 +50,7 @@ AVOID_S = 60.0
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
 _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
 _WAY_BACK_S = 0.1
+_GOODBYE_S = 0.25
 _SESSION_OVER = frozenset({"no_session", "stale_epoch"})
 _NOT_NOW = frozenset({"draining", "busy", "denied"})  # codes of a node that is there and will not have us
 _ANEW = (m.Lookup, m.Reserve, m.Explain, m.Stats, m.Subscribe, m.Route)  # need nothing of an old session
@@ -195,8 +197,12 @@ class Conversation:
             await session.endpoint.aclose()
 
     async def close(self) -> None:
+        """End the session. The link closes when the node has answered, so that it sees what was posted before this first: a
+        closed link would end the session under it. A node that is silent is not waited for long.
+        """
         if self.current is not None:
-            await self.post(m.Bye())
+            with suppress(DeadlineExceeded, RemoteProtocolError):
+                await self.exchange(m.Bye(), m.Ok, trio.current_time() + _GOODBYE_S)
             await self.lose(self.current)
 
     async def keep_memories(self) -> None:
