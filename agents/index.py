@@ -27,7 +27,6 @@ from .spaces import SpaceState, number_of
 
 log = structlog.get_logger()
 EXPIRY_TICK_S = 1.0
-IN_STAGING = "in staging"  # how `explain` begins to say where such a block is
 _Chain: TypeAlias = tuple[SpaceState, list[bytes]]
 
 
@@ -189,11 +188,11 @@ class IndexAgent(Actor[None]):
             return m.Reason(block=position, reason="incomplete", detail=detail)
         if self.has_shard(state, key, shard):
             where = state.index.locations(np.array([state.index.get(key)], np.int32))
-            tiers = [t for t, v in ((IN_STAGING, where.slot), ("in nvme", where.extent)) if v[0, shard] >= 0]
-            detail = " and ".join(tiers)
+            tiers = [t for t, v in (("staging", where.slot), ("nvme", where.extent)) if v[0, shard] >= 0]
+            detail = " and ".join(f"in {tier}" for tier in tiers)
             if refusal is not None:
                 detail += f"; {now - refusal.now:.1f} s ago it was refused: {refusal.reason} {refusal.detail}".rstrip()
-            return m.Reason(block=position, reason="present", detail=detail)
+            return m.Reason(block=position, reason="present", detail=detail, tiers=tiers)
         tomb = self.tombstones.get(key) or self.tombstones.get(former)
         if tomb is not None:
             return m.Reason(block=position, reason=tomb.reason, detail=tomb.detail, age_s=now - tomb.now)

@@ -133,7 +133,14 @@ class RecorderAgent(Actor[None]):
 
     def _put_tape(self, tape: Tape) -> None:
         taps = self._taps
-        for tapped in (taps.staging, taps.intake, taps.prefetch, taps.gateway, taps.access):
+        for tapped in (
+            taps.staging,
+            taps.intake,
+            taps.prefetch,
+            taps.gateway,
+            taps.gateway.transfers,
+            taps.access,
+        ):
             tapped.tape = tape
         core = taps.prefetch.core
         if core is not None:
@@ -143,7 +150,14 @@ class RecorderAgent(Actor[None]):
 
     def _take_tape(self) -> None:
         taps = self._taps
-        for tapped in (taps.staging, taps.intake, taps.prefetch, taps.gateway, taps.access):
+        for tapped in (
+            taps.staging,
+            taps.intake,
+            taps.prefetch,
+            taps.gateway,
+            taps.gateway.transfers,
+            taps.access,
+        ):
             tapped.tape = None
         core = taps.prefetch.core
         if core is not None and isinstance(core.view, TapedView):

@@ -223,19 +223,18 @@ class Node:
         self.reclaimer = Reclaimer(self.index, self.staging, self.storage)
         self.storage.reclaim = self.reclaimer.reclaim_one
         self.store.on_lost = self.reclaimer.lose
-        self.gateway = GatewayAgent(
-            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
-            self._observe_host, self.stats, self.placement,
-        )  # fmt: skip
-        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway, access)
-        self.recorder = RecorderAgent(taps, self._recording_header)
-        self.gateway.on_record = self._record
         geometries = {space.name: space.geometry.to_geometry() for space in config.space}
         self.engines = EnginesAgent(config.engine, geometries)
         self.routing = RoutingAgent(config.router.bind, self.engines, self.index, self.staging)
-        self.gateway.route = self.routing.route
-        self.gateway.on_drain = self.stop
-        self.gateway.on_epoch_bump = self.bump_epoch
+        self.gateway = GatewayAgent(
+            config, self.store.incarnation, self.index, self.staging, self.intake, self.fabric, self.decode,
+            self._observe_host, self.stats, self.placement, self.routing.route,
+        )  # fmt: skip
+        taps = Taps(self.index, self.staging, self.intake, self.prefetch, self.gateway, access)
+        self.recorder = RecorderAgent(taps, self._recording_header)
+        self.gateway.admin.on_record = self._record
+        self.gateway.admin.on_drain = self.stop
+        self.gateway.admin.on_epoch_bump = self.bump_epoch
         self.metrics = MetricsAgent(config.metrics.bind, self.stats)
         self._agents = [
             self.index, self.storage, self.staging, self.prefetch, self.placement, self.fabric, self.recorder, self.shadow,

@@ -438,12 +438,13 @@ class Ok(Reply, tag="ok"):
 
 
 class Reason(Struct, kw_only=True):
-    """Why one block missed (or ``present``); ``incomplete`` when only some of its shards are here."""
+    """Why one block missed (or ``present``, then in which `tiers`); ``incomplete`` when only some of its shards are here."""
 
     block: int
     reason: str
     detail: str = ""
     age_s: float = 0.0
+    tiers: list[str] = []
 
 
 class ExplainReply(Reply, tag="explain_ok"):
