@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import structlog
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dpurt.runtime.actor import Actor
+from dpurt.transport import http
+from dpurt.transport.http import HttpAnswer, HttpRequest
 
-log = structlog.get_logger()
-MAX_REQUEST_BYTES = 8192
-REQUEST_S = 5.0
-_PAGE = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
-_NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_NOT_FOUND = HttpAnswer(404, b"", "text/plain")
 
 
 class StatsCollector(Collector):
@@ -109,31 +106,12 @@ class MetricsAgent(Actor[None]):
         if not self._bind:
             task_status.started()
             await trio.sleep_forever()
-        host, _, port = self._bind.rpartition(":")
-        listeners = await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
-        self.port = listeners[0].socket.getsockname()[1]
+        listeners = await http.listen(self._bind)
+        self.port = http.port_of(listeners)
         task_status.started()
-        await trio.serve_listeners(self._answer, listeners)
+        await http.serve(listeners, self._answer, max_bytes=0)
 
-    async def _answer(self, stream: trio.SocketStream) -> None:
-        async with stream:
-            with trio.move_on_after(REQUEST_S):
-                try:
-                    head = await _request_head(stream)
-                    await stream.send_all(self._page() if head.startswith(b"GET /metrics ") else _NOT_FOUND)
-                except trio.BrokenResourceError:
-                    return
-
-    def _page(self) -> bytes:
-        text = generate_latest(self._registry)
-        return _PAGE % (len(text), text)
-
-
-async def _request_head(stream: trio.SocketStream) -> bytes:
-    head = b""
-    while b"\r\n\r\n" not in head and len(head) < MAX_REQUEST_BYTES:
-        more = await stream.receive_some(4096)
-        if not more:
-            break
-        head += more
-    return head
+    def _answer(self, request: HttpRequest) -> HttpAnswer:
+        if (request.method, request.path) != ("GET", "/metrics"):
+            return _NOT_FOUND
+        return HttpAnswer(200, generate_latest(self._registry), "text/plain; version=0.0.4")

@@ -27,6 +27,7 @@ from dpurt.engines.residency import label_of
 from dpurt.errors import RemoteProtocolError
 from dpurt.runtime.actor import Actor
 from dpurt.transport import http
+from dpurt.transport.http import HttpAnswer, HttpRequest
 from dpurt.wire import messages as m
 
 from .engines import EnginesAgent, Rank
@@ -36,7 +37,6 @@ from .staging import StagingAgent
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 32 << 20
-REQUEST_S = 30.0  # for a request, and for the next one to come
 
 
 class RoutingAgent(Actor[None]):
@@ -95,50 +95,29 @@ class RoutingAgent(Actor[None]):
         if not self._bind:
             task_status.started()
             await trio.sleep_forever()
-        host, _, port = self._bind.rpartition(":")
-        listeners = await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
-        self.port = listeners[0].socket.getsockname()[1]
+        listeners = await http.listen(self._bind)
+        self.port = http.port_of(listeners)
         task_status.started()
-        await trio.serve_listeners(self._serve, listeners)
+        await http.serve(listeners, self._answer, MAX_BODY_BYTES)
 
-    async def _serve(self, stream: trio.SocketStream) -> None:
-        async with stream:
-            connection = http.HttpConnection(stream, MAX_BODY_BYTES)
-            try:
-                goes_on = True
-                while goes_on:
-                    with trio.move_on_after(REQUEST_S) as limit:
-                        goes_on = await self._serve_one(connection)
-                    goes_on = goes_on and not limit.cancelled_caught
-            except trio.BrokenResourceError:
-                return
-
-    async def _serve_one(self, connection: http.HttpConnection) -> bool:
-        """One request; whether the connection stays open."""
-        try:
-            request = await connection.receive()
-        except RemoteProtocolError as error:
-            await connection.answer(*_refusal(error))
-            return False
-        if request is None:
-            return False
-        try:
-            status, body = self._answer(request)
-        except RemoteProtocolError as error:
-            status, body = _refusal(error)
-        await connection.answer(status, body)
-        return request.wants_more
-
-    def _answer(self, request: http.HttpRequest) -> tuple[int, bytes]:
+    def _answer(self, request: HttpRequest) -> HttpAnswer:
         pages: dict[tuple[str, str], Callable[[bytes], object]] = {
             ("POST", "/query"): self._query, ("POST", "/route"): self._route_page,
             ("GET", "/workers"): lambda _: self._workers(), ("GET", "/health"): lambda _: {"status": "ok"},
         }  # fmt: skip
         page = pages.get((request.method, request.path))
-        if page is not None:
-            return 200, msgspec.json.encode(page(request.body))
-        is_there = any(path == request.path for _, path in pages)
-        return (405, b'{"error":"method"}') if is_there else (404, b'{"error":"no such page"}')
+        if page is None:
+            is_there = any(path == request.path for _, path in pages)
+            return (
+                HttpAnswer(405, b'{"error":"method"}')
+                if is_there
+                else HttpAnswer(404, b'{"error":"no such page"}')
+            )
+        try:
+            return HttpAnswer(200, msgspec.json.encode(page(request.body)))
+        except RemoteProtocolError as error:
+            status = 404 if error.code == "unknown_space" else 400
+            return HttpAnswer(status, msgspec.json.encode({"error": error.message, "code": error.code}))
 
     def _route_page(self, body: bytes) -> m.RouteReply:
         asked = _decoded(body, _RouteBody)
@@ -213,11 +192,6 @@ def _packed(token_ids: list[int], state: SpaceState) -> bytes:
         return np.array(token_ids, f"<i{state.space.geometry.token_bytes}").tobytes()
     except (OverflowError, ValueError) as error:
         raise RemoteProtocolError("malformed", f"token_ids: {error}") from error
-
-
-def _refusal(error: RemoteProtocolError) -> tuple[int, bytes]:
-    status = {"unknown_space": 404, "too_large": 413}.get(error.code, 400)
-    return status, msgspec.json.encode({"error": error.message, "code": error.code})
 
 
 def _candidate(one: Estimate, rank: Rank, node: NodeHolding, now: float) -> m.Candidate:

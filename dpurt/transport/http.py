@@ -1,26 +1,27 @@
-"""Just enough HTTP/1.1 for small JSON bodies between programs: a GET to an engine, and a loopback server's connections.
+"""HTTP/1.1 between programs: a GET to an engine, and the connections of a loopback server of small pages. `h11` has the protocol.
 
-Bodies with a length only, one request at a time, everything bounded in bytes; time is bounded by the caller's cancel scope.
-What does not fit raises RemoteProtocolError.
+Everything is bounded: heads and bodies in bytes, a client's requests in time; a `get` in time by the caller's cancel scope.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
+import h11
+import msgspec
 import trio
 
 from dpurt.errors import NodeUnavailable, RemoteProtocolError
 
+__all__ = ["HttpAnswer", "HttpRequest", "get", "listen", "port_of", "serve"]
+
 MAX_HEAD_BYTES = 16_384
-REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    413: "Content Too Large",
-}
+REQUEST_S = 30.0  # for a request, and for the next one to come
+_STATUS_OF = {"too_large": 413, "head_too_large": 431}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,91 +30,124 @@ class HttpRequest:
 
     method: str
     path: str
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """A page, or why there is none."""
+
+    status: int
     body: bytes
-    wants_more: bool = False  # the connection is to stay open
+    content_type: str = "application/json"
 
 
 async def get(url: str, max_bytes: int = 4 << 20) -> bytes:
     """The body of a plain ``http://`` resource. Raises NodeUnavailable when it cannot be had, RemoteProtocolError if malformed."""
     where = urlsplit(url)
-    host, port = where.hostname or "", where.port or 80
-    head = f"GET {where.path or '/'} HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n\r\n"
     try:
-        async with await trio.open_tcp_stream(host, port) as stream:
-            await stream.send_all(head.encode("ascii"))
-            first, fields, rest = await _read_head(stream, b"")
-            status = first.split(" ")[1] if first.startswith("HTTP/1.") else ""
-            if status != "200":
-                raise NodeUnavailable(url, f"answered {first!r}")
-            return (await _read_body(stream, fields, rest, max_bytes, until_close=True))[0]
+        async with await trio.open_tcp_stream(where.hostname or "", where.port or 80) as stream:
+            peer = _Peer(stream, h11.Connection(h11.CLIENT, MAX_HEAD_BYTES), max_bytes)
+            fields = [("Host", where.netloc), ("Connection", "close")]
+            await peer.send(
+                h11.Request(method="GET", target=where.path or "/", headers=fields), h11.EndOfMessage()
+            )
+            head, body = await peer.message()
     except (OSError, trio.BrokenResourceError) as error:
         raise NodeUnavailable(url, str(error)) from error
+    if not isinstance(head, h11.Response) or head.status_code != 200:
+        said = f"{head.status_code}" if isinstance(head, h11.Response) else "nothing"
+        raise NodeUnavailable(url, f"answered {said}")
+    return body
 
 
-class HttpConnection:
-    """The server's end of one connection: requests in, answers out, in turn."""
+async def listen(bind: str) -> list[trio.SocketListener]:
+    """Listeners on ``host:port``."""
+    host, _, port = bind.rpartition(":")
+    return await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
 
-    def __init__(self, stream: trio.abc.Stream, max_bytes: int) -> None:
+
+def port_of(listeners: list[trio.SocketListener]) -> int:
+    """Which port it became."""
+    port: int = listeners[0].socket.getsockname()[1]
+    return port
+
+
+async def serve(
+    listeners: list[trio.SocketListener], answer: Callable[[HttpRequest], HttpAnswer], max_bytes: int
+) -> None:
+    """Answer requests, with bodies of at most `max_bytes`, until cancelled."""
+
+    async def converse(stream: trio.SocketStream) -> None:
+        async with stream:
+            peer = _Peer(stream, h11.Connection(h11.SERVER, MAX_HEAD_BYTES), max_bytes)
+            with suppress(trio.BrokenResourceError):
+                while await peer.serve_one(answer):
+                    pass
+
+    await trio.serve_listeners(converse, listeners)
+
+
+class _Peer:
+    """One connection, at either end."""
+
+    def __init__(self, stream: trio.SocketStream, connection: h11.Connection, max_bytes: int) -> None:
         self._stream = stream
+        self._connection = connection
         self._max_bytes = max_bytes
-        self._left = b""  # came after the last request
 
-    async def receive(self) -> HttpRequest | None:
-        """The next request; None when the client has gone. RemoteProtocolError (``malformed``, ``too_large``) if it is none."""
-        if not self._left:
-            self._left = bytes(await self._stream.receive_some(65_536))
-            if not self._left:
-                return None
-        first, fields, rest = await _read_head(self._stream, self._left)
-        words = first.split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            raise RemoteProtocolError("malformed", "this is no HTTP/1.1 request")
-        body, self._left = await _read_body(self._stream, fields, rest, self._max_bytes, until_close=False)
-        wants_more = words[2] == "HTTP/1.1" and fields.get("connection", "").lower() != "close"
-        return HttpRequest(words[0], urlsplit(words[1]).path, body, wants_more)
+    async def serve_one(self, answer: Callable[[HttpRequest], HttpAnswer]) -> bool:
+        """One request and its answer; whether there may be another."""
+        with trio.move_on_after(REQUEST_S):
+            try:
+                head, body = await self.message()
+            except RemoteProtocolError as error:
+                await self._refuse(error)
+                return False
+            if not isinstance(head, h11.Request):
+                return False
+            path = urlsplit(head.target.decode("latin-1")).path
+            await self._answer(answer(HttpRequest(head.method.decode("ascii"), path, body)))
+            if self._connection.our_state is h11.DONE and self._connection.their_state is h11.DONE:
+                self._connection.start_next_cycle()
+                return True
+        return False
 
-    async def answer(self, status: int, body: bytes) -> None:
-        """A JSON answer to the last request."""
-        head = (
-            f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        await self._stream.send_all(head.encode("ascii") + body)
+    async def message(self) -> tuple[h11.Event, bytes]:
+        """A head and the whole body. ConnectionClosed for a head: the peer has gone. Raises RemoteProtocolError."""
+        head = await self._event()
+        body = bytearray()
+        if isinstance(head, h11.ConnectionClosed):
+            return head, b""
+        while isinstance(event := await self._event(), h11.Data):
+            body += event.data
+            if len(body) > self._max_bytes:
+                raise RemoteProtocolError("too_large", f"a body of more than {self._max_bytes} bytes")
+        return head, bytes(body)
 
+    async def send(self, *events: h11.Event) -> None:
+        await self._stream.send_all(b"".join(self._connection.send(event) or b"" for event in events))
 
-async def _read_head(stream: trio.abc.ReceiveStream, data: bytes) -> tuple[str, dict[str, str], bytes]:
-    """(first line, fields in lower case, what came after); `data` came already."""
-    while b"\r\n\r\n" not in data:
-        more = await stream.receive_some(8192)
-        if not more or len(data) > MAX_HEAD_BYTES:
-            raise RemoteProtocolError("malformed", "an HTTP message ended within its head, or has no end")
-        data += more
-    head, _, rest = bytes(data).partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    pairs = [line.partition(":") for line in lines[1:]]
-    return lines[0], {name.strip().lower(): value.strip() for name, _, value in pairs}, rest
+    async def _event(self) -> h11.Event:
+        while True:
+            try:
+                event = self._connection.next_event()
+            except h11.RemoteProtocolError as error:
+                code = "head_too_large" if error.error_status_hint == 431 else "malformed"
+                raise RemoteProtocolError(code, str(error)) from error
+            if isinstance(event, h11.Event) and not isinstance(event, h11.InformationalResponse):
+                return event
+            if self._connection.they_are_waiting_for_100_continue:
+                await self.send(h11.InformationalResponse(status_code=100, headers=[]))
+            self._connection.receive_data(await self._stream.receive_some(65_536))
 
+    async def _answer(self, answer: HttpAnswer, *more: tuple[str, str]) -> None:
+        fields = [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body))), *more]
+        reason = HTTPStatus(answer.status).phrase
+        head = h11.Response(status_code=answer.status, headers=fields, reason=reason.encode("ascii"))
+        await self.send(head, h11.Data(data=answer.body), h11.EndOfMessage())
 
-async def _read_body(
-    stream: trio.abc.ReceiveStream, fields: dict[str, str], rest: bytes, max_bytes: int, *, until_close: bool
-) -> tuple[bytes, bytes]:
-    """The body, and what came after it."""
-    if "chunked" in fields.get("transfer-encoding", "").lower():
-        raise RemoteProtocolError("malformed", "chunked bodies are not taken: send a Content-Length")
-    length = fields.get("content-length", "" if until_close else "0")
-    if length and not (length.isascii() and length.isdigit() and len(length) < 16):
-        raise RemoteProtocolError("malformed", f"Content-Length {length!r}")
-    wanted = int(length) if length else None
-    if wanted is not None and wanted > max_bytes:
-        raise RemoteProtocolError("too_large", f"a body of {wanted} bytes; at most {max_bytes}")
-    body = bytearray(rest)
-    while wanted is None or len(body) < wanted:
-        more = await stream.receive_some(65_536)
-        if not more:
-            break
-        body += more
-        if len(body) > max_bytes:
-            raise RemoteProtocolError("too_large", f"a body of more than {max_bytes} bytes")
-    if wanted is not None and len(body) < wanted:
-        raise RemoteProtocolError("malformed", "an HTTP body ended early")
-    return bytes(body[:wanted]), b"" if wanted is None else bytes(body[wanted:])
+    async def _refuse(self, error: RemoteProtocolError) -> None:
+        if self._connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = msgspec.json.encode({"error": error.message, "code": error.code})
+            await self._answer(HttpAnswer(_STATUS_OF.get(error.code, 400), body), ("Connection", "close"))

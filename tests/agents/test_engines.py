@@ -98,18 +98,6 @@ async def test_ranks_are_instances_of_their_own_and_adapters_have_their_own_spac
         await until_held(agent, 3, 3, 3, 3, by=["e/1"], space="s-adapter")
 
 
-async def serve_http(body: bytes, paths: list[str]) -> Any:
-    async def answer(stream: trio.SocketStream) -> None:
-        async with stream:
-            connection = http.HttpConnection(stream, 1000)
-            request = await connection.receive()
-            assert request is not None
-            paths.append(request.path)
-            await connection.answer(200, body)
-
-    return answer
-
-
 @pytest.mark.parametrize("kind", ["vllm", "vllm-0.33", "sglang"])
 async def test_an_engine_is_asked_where_its_ranks_publish(tmp_path: Path, kind: str) -> None:
     engine, paths = FakeEngine(tmp_path), list[str]()
@@ -126,11 +114,15 @@ async def test_an_engine_is_asked_where_its_ranks_publish(tmp_path: Path, kind: 
             "sglang": {"kv_events": info},
         }
         async with trio.open_nursery() as nursery:
-            listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-            answer = await serve_http(msgspec.json.encode(told[kind]), paths)
-            nursery.start_soon(trio.serve_listeners, answer, listeners)
+
+            def answer(request: http.HttpRequest) -> http.HttpAnswer:
+                paths.append(request.path)
+                return http.HttpAnswer(200, msgspec.json.encode(told[kind]))
+
+            listeners = await http.listen("127.0.0.1:0")
+            nursery.start_soon(http.serve, listeners, answer, 1000)
             nursery.start_soon(engine.serve_replays, router)
-            address = f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+            address = f"http://127.0.0.1:{http.port_of(listeners)}"
             engine.make(stored(1, 1, 1, 1))
             async with following(config(kind=kind.split("-")[0], discovery=address)) as agent:
                 await until_held(agent, 1, 1, 1, 1)

@@ -10,9 +10,11 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from dpurt.agents.metrics import MAX_REQUEST_BYTES, MetricsAgent, flatten
+from dpurt.agents.metrics import MetricsAgent, flatten
 from dpurt.testing.node import running, small_config
+from dpurt.transport.http import MAX_HEAD_BYTES
 
+GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 STATS: Mapping[str, object] = {
     "node": {"name": "n", "uptime_s": 1.5, "is_up": True},
     "hosts": {"gpu-a": {"blocks": 3, "misses": {"no_room": 1}}, "gpu-b": {"blocks": 4, "misses": {}}},
@@ -48,7 +50,7 @@ def samples(page: bytes) -> dict[tuple[str, str], float]:
 
 async def test_the_page_has_every_number_with_names_as_labels() -> None:
     async with metrics_port() as port:
-        head, body = await ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        head, body = await ask(port, GET)
     assert head.startswith(b"HTTP/1.1 200 OK")
     assert f"Content-Length: {len(body)}".encode() in head
     assert samples(body) == {
@@ -62,21 +64,24 @@ async def test_the_page_has_every_number_with_names_as_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_line", [b"GET / HTTP/1.1", b"GET /metricsx HTTP/1.1", b"POST /metrics HTTP/1.1", b"nonsense"]
-)
-async def test_anything_else_is_not_found(request_line: bytes) -> None:
+    ("request_line", "status"),
+    [
+        (b"GET / HTTP/1.1", b"404"), (b"GET /metricsx HTTP/1.1", b"404"), (b"POST /metrics HTTP/1.1", b"404"),
+        (b"nonsense", b"400"),
+    ],
+)  # fmt: skip
+async def test_anything_else_is_not_found(request_line: bytes, status: bytes) -> None:
     async with metrics_port() as port:
-        head, body = await ask(port, request_line + b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 404")
-    assert not body
+        head, _ = await ask(port, request_line + b"\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status)
 
 
 async def test_an_endless_request_and_a_vanishing_client_do_no_harm() -> None:
     async with metrics_port() as port:
-        head, _ = await ask(port, b"x" * MAX_REQUEST_BYTES)
-        assert head.startswith(b"HTTP/1.1 404")
+        head, _ = await ask(port, b"GET /" + b"x" * MAX_HEAD_BYTES)
+        assert head.startswith(b"HTTP/1.1 431")
         (await trio.open_tcp_stream("127.0.0.1", port)).socket.close()
-        head, _ = await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        head, _ = await ask(port, GET)
         assert head.startswith(b"HTTP/1.1 200")
 
 
@@ -95,7 +100,7 @@ def test_only_numbers_are_flattened() -> None:
 async def test_a_whole_nodes_statistics_are_a_valid_page(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", metrics={"bind": "127.0.0.1:0"})
     async with running(config) as node:
-        head, body = await ask(node.metrics.port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        head, body = await ask(node.metrics.port, GET)
         assert head.startswith(b"HTTP/1.1 200")
         page = samples(body)
         assert page["dpurt_spaces_staging_total", "s"] == 64

@@ -168,7 +168,7 @@ async def test_a_connection_may_ask_again_and_again(tmp_path: Path) -> None:
             answers = b""
             while answers.count(b'{"status":"ok"}') < 2:
                 answers += await stream.receive_some(4096)
-            await stream.send_all(one.replace(b"Host: x", b"Connection: close"))
+            await stream.send_all(one.replace(b"Host: x", b"Host: x\r\nConnection: close"))
             while piece := await stream.receive_some(4096):
                 answers += piece
         assert answers.count(b"200 OK") == 3

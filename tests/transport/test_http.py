@@ -1,0 +1,92 @@
+"""The small HTTP server and client: what is asked gets there, and what is no request, or too large, is answered so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from dpurt.errors import NodeUnavailable, RemoteProtocolError
+from dpurt.transport import http
+
+SMALL = 100
+
+
+def echo(request: http.HttpRequest) -> http.HttpAnswer:
+    if request.path == "/none":
+        return http.HttpAnswer(404, b"{}")
+    return http.HttpAnswer(200, f"{request.method} {request.path} ".encode() + request.body, "text/plain")
+
+
+@asynccontextmanager
+async def server() -> AsyncIterator[int]:
+    listeners = await http.listen("127.0.0.1:0")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(http.serve, listeners, echo, SMALL)
+        yield http.port_of(listeners)
+        nursery.cancel_scope.cancel()
+
+
+async def said(port: int, *pieces: bytes) -> bytes:
+    """All that comes back for these bytes."""
+    answer = b""
+    with trio.fail_after(10):
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            for piece in pieces:
+                await stream.send_all(piece)
+                await trio.lowlevel.checkpoint()
+            async for chunk in stream:
+                answer += chunk
+    return answer
+
+
+async def test_get_has_the_body_or_says_why_not() -> None:
+    async with server() as port:
+        assert await http.get(f"http://127.0.0.1:{port}/a/b?c=d") == b"GET /a/b "
+        with pytest.raises(NodeUnavailable, match="404"):
+            await http.get(f"http://127.0.0.1:{port}/none")
+        with pytest.raises(RemoteProtocolError, match="more than 3 bytes"):
+            await http.get(f"http://127.0.0.1:{port}/a", max_bytes=3)
+    with pytest.raises(NodeUnavailable):
+        await http.get(f"http://127.0.0.1:{port}/a")
+
+
+async def test_a_connection_stays_open_for_the_next_request() -> None:
+    async with server() as port:
+        answer = await said(
+            port,
+            b"POST /one HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nab", b"cPOST /two HTTP/1.1\r\nHost: x\r\n",
+            b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nxy\r\n0\r\n\r\n",
+        )  # fmt: skip
+    assert answer.count(b"HTTP/1.1 200") == 2
+    assert b"POST /one abc" in answer
+    assert answer.endswith(b"POST /two xy")
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"400"),  # a Host is asked for by the protocol
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 101\r\n\r\n" + b"x" * 101, b"413"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * http.MAX_HEAD_BYTES, b"431"),
+    ],
+)
+async def test_what_is_no_request_or_too_large_is_refused(request_bytes: bytes, status: bytes) -> None:
+    async with server() as port:
+        assert (await said(port, request_bytes)).startswith(b"HTTP/1.1 " + status)
+        assert await http.get(f"http://127.0.0.1:{port}/still") == b"GET /still "
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
+    async with server() as port:
+        head = b"POST /w HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            await stream.send_all(head)
+            with trio.fail_after(5):
+                assert (await stream.receive_some()).startswith(b"HTTP/1.1 100")
+                await stream.send_all(b"ok")
+                assert b"POST /w ok" in await stream.receive_some()
