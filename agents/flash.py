@@ -2,10 +2,9 @@
 
 Theory of operation. Every bdev carries a block store of its own, whole without the others: devices may come, go and be
 moved between restarts. An *extent* names a record's place node-wide: the store's number times `SPAN`, plus its offset on
-the device. A batch of records goes to one store, the one with most room among those in turn, so that writes and later
-reads are spread over the devices.
+the device. A batch of records goes to one store; which is for `dpurt.core.store_turns` to say.
 
-A bdev that is down (`BdevError` ``unavailable``) takes no records for `RETRY_S`; what it holds is kept, since it may come
+A bdev that is down (`BdevError` ``unavailable``) takes no records for a while; what it holds is kept, since it may come
 back: reads of it are misses meanwhile. When it is back, the first append looks whether its store is still there. If the
 device came back blank (a target restarted with an empty medium) the store is *lost*: `on_lost` forgets what it held, and
 a new store is made; somebody else's data is never overwritten, the bdev then stays unused.
@@ -25,11 +24,11 @@ from dpurt.agents.block_store import BlockStore, Reclaim, StoreFull, StoreLost
 from dpurt.agents.segment_scan import Rebuilt, StoredRecord
 from dpurt.core.record import RecordError, RecordLayout
 from dpurt.core.segment_log import LastUse
+from dpurt.core.store_turns import StoreTurns
 from dpurt.errors import BdevError, BdevTimeout, ConfigError
 
 log = structlog.get_logger()
 SPAN = 1 << 44  # bytes of a device a store may use: 16 TiB
-RETRY_S = 0.5
 _DOWN = ("unavailable", "gone", "closed")
 
 
@@ -41,8 +40,7 @@ class FlashTier:
             raise ValueError("a flash tier needs a store")
         self.stores = tuple(stores)
         self.on_lost: Callable[[int, int], None] = lambda first, stop: None
-        self._down_until = [-1.0] * len(self.stores)
-        self._turn = 0
+        self._turns = StoreTurns(len(self.stores))
         self._repairing = trio.Lock()
 
     # --- restart ---
@@ -109,7 +107,7 @@ class FlashTier:
         """Write packed record images to one store; their extents. Raises StoreFull, BdevError, BdevTimeout."""
         failure: BdevError | None = None
         full: StoreFull | None = None
-        for number in self._in_turn(layout, len(images), is_reappend):
+        for number in self._to_write(layout, len(images), is_reappend):
             try:
                 offsets = await self._append_to(number, layout, images, deadline, is_reappend)
             except StoreFull as error:
@@ -169,13 +167,14 @@ class FlashTier:
 
     def room(self, layout: RecordLayout) -> int:
         """How many records one `append` takes before StoreFull."""
-        return max((self.stores[number].room(layout) for number in self._usable()), default=0)
+        return max(
+            (self.stores[number].room(layout) for number in self._turns.usable(trio.current_time())),
+            default=0,
+        )
 
     def reclaim_one(self, last_use: LastUse) -> Reclaim | None:
         """Choose a segment of a usable store to reuse, each in turn; offsets are extents. See `BlockStore`."""
-        usable = self._usable()
-        for step in range(len(usable)):
-            number = usable[(self._turn + step) % len(usable)]
+        for number in self._turns.to_reclaim(trio.current_time()):
             reclaim = self._reclaim_from(number, last_use)
             if reclaim is not None:
                 return reclaim
@@ -194,26 +193,19 @@ class FlashTier:
 
     def finish_reclaim(self, reclaim: Reclaim) -> int:
         """Forget what still lives in the segment and free it. The number forgotten."""
-        self._turn += 1
+        self._turns.reclaimed()
         return self.stores[reclaim.number].finish_reclaim(reclaim)
 
     # --- inside ---
 
-    def _usable(self) -> list[int]:
-        now = trio.current_time()
-        return [number for number, until in enumerate(self._down_until) if until <= now]
+    def _to_write(self, layout: RecordLayout, count: int, is_reappend: bool) -> list[int]:
+        def has_room(number: int) -> bool:
+            return self.stores[number].room(layout, is_reappend=is_reappend) >= count
 
-    def _in_turn(self, layout: RecordLayout, count: int, is_reappend: bool) -> list[int]:
-        """Usable stores, those with room for the batch first, and of these each in turn."""
-        usable = self._usable()
-        self._turn += 1
-        order = [usable[(self._turn + step) % len(usable)] for step in range(len(usable))]
-        if len(order) > 1:
-            order.sort(key=lambda number: self.stores[number].room(layout, is_reappend=is_reappend) < count)
-        return order
+        return self._turns.to_write(trio.current_time(), has_room)
 
     def _set_down(self, number: int, error: BdevError) -> None:
-        self._down_until[number] = trio.current_time() + RETRY_S
+        self._turns.set_down(number, trio.current_time())
         log.warning("bdev_down", bdev=error.bdev, detail=str(error))
 
     def _all_down(self) -> BdevError:

@@ -22,11 +22,12 @@ import structlog
 import trio
 
 from dpurt.agents.block_store import StoreFull
-from dpurt.agents.flash import RETRY_S, SPAN, FlashTier
+from dpurt.agents.flash import SPAN, FlashTier
 from dpurt.core.endurance import WriteBudget
 from dpurt.core.read_latency import ReadLatency
 from dpurt.core.read_queue import ReadQueue
 from dpurt.core.record import RecordError, RecordLayout
+from dpurt.core.store_turns import RETRY_S
 from dpurt.errors import BdevError, BdevTimeout
 from dpurt.runtime.actor import Actor
 

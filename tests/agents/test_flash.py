@@ -9,12 +9,13 @@ import trio
 import trio.testing
 
 from dpurt.agents.block_store import BlockStore, StoreFull
-from dpurt.agents.flash import RETRY_S, SPAN, FlashTier
+from dpurt.agents.flash import SPAN, FlashTier
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.core.identity import ROOT_KEY
 from dpurt.core.record import RecordHeader, RecordLayout, pack_header, part_crcs
 from dpurt.core.segment_log import FIRST_RECORD, METADATA_BYTES
+from dpurt.core.store_turns import RETRY_S
 from dpurt.errors import BdevError
 from dpurt.testing.agents import capacity, running_agents, small_space
 from dpurt.testing.faulty_bdev import Fault, FaultyBdev
