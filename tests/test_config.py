@@ -363,6 +363,13 @@ def test_staging_plan_honours_shares_and_splits_the_rest_by_domain() -> None:
     assert plan == {"t": {"s": 32 << 20}, "pool": {"s2": 16 << 20, "s3": 16 << 20}}
 
 
+@pytest.mark.parametrize(("carried", "is_warned"), [("1 GiB", False), ("1 GB", True)])
+def test_placing_more_than_a_link_carries_is_warned_about(carried: str, is_warned: bool) -> None:
+    link = {"host": "h", "fabric": "shm", "bandwidth_bytes_per_s": carried, "latency_us": 1}
+    said = config_from(changed(lambda t: t.update(link=[link]))).warnings()
+    assert any("shm link to host 'h'" in warning for warning in said) is is_warned
+
+
 def test_staging_below_twice_the_lookahead_is_warned_about() -> None:
     few = config_from(changed(lambda t: t["staging"].update(bytes="1 MiB")))
     assert any("limit the hit rate" in warning for warning in few.warnings())

@@ -282,6 +282,9 @@ def warnings(config: Config) -> Iterator[str]:
         and config.prefetch.bandwidth_bytes_per_s > config.envelope.device_bytes_per_s
     ):
         yield "prefetch.bandwidth_bytes_per_s is more than the envelope's device can read"
+    for link in config.link:
+        if config.placement.enabled and config.placement.bandwidth_bytes_per_s > link.bandwidth_bytes_per_s:
+            yield f"placement.bandwidth_bytes_per_s is more than the {link.fabric} link to host {link.host!r} carries"
 
 
 def _small_staging(config: Config) -> Iterator[str]:
