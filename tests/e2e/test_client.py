@@ -206,6 +206,38 @@ async def test_an_ended_lease_is_a_refusal_and_the_session_goes_on(tmp_path: Pat
         assert client.is_connected
 
 
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+async def test_a_node_that_is_behind_hears_all_that_a_closing_client_said(
+    tmp_path: Path, fabric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path / "run")
+    async with running(config) as node:
+        dispatch, heard = node.gateway._dispatch, list[m.Request]()
+
+        def noted(*arguments: Any) -> m.Reply | None:
+            heard.append(arguments[-1])
+            return dispatch(*arguments)
+
+        monkeypatch.setattr(node.gateway, "_dispatch", noted)
+        async with connect(
+            node.gateway.endpoint, host="host-a", spaces=spaces_of(config), fabrics=[fabric]
+        ) as client:
+            await store(client, "r", 0)
+            socket = node.gateway._socket
+            assert socket is not None
+            receive = socket.recv_frames
+
+            async def slowly() -> Any:
+                await trio.sleep(0.02)
+                return await receive()
+
+            monkeypatch.setattr(type(socket), "recv_frames", lambda self: slowly())
+            await client.finish("r", "end_turn")
+        monkeypatch.undo()
+        assert [type(request) for request in heard[-2:]] == [m.Hint, m.Bye]
+        assert node.gateway.hosts.ended == {"bye": 1}
+
+
 # --- which fabric, and where ---
 
 
