@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +64,15 @@ class Plan:
 
 
 def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: float, speed: float) -> Plan:
-    """Scale a trace. Every request keeps its blocks but the last, which the trace's prompts fill only partly."""
+    """Scale a trace, its arrivals spread (see `spread`). Every request keeps its blocks but the last, which the trace's prompts
+    fill only partly.
+    """
     requests, seen, refs, ideal = [], set[int](), 0, 0
-    for number, request in enumerate(trace):
+    times = spread([request.timestamp_s for request in trace])
+    for number, (request, at_s) in enumerate(zip(trace, times, strict=True)):
         whole = len(request.blocks) - (request.input_tokens % BLOCK_TOKENS != 0)
         blocks = list(request.blocks[: max(1, whole)])
-        requests.append(PlannedRequest(request.timestamp_s / speed, number, blocks))
+        requests.append(PlannedRequest(at_s / speed, number, blocks))
         ideal += next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
         seen.update(blocks)
         refs += len(blocks)
@@ -76,6 +80,19 @@ def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: floa
         requests, block_bytes, len(seen), refs, ideal, max(MIN_STAGING_BLOCKS, int(len(seen) * staging_share)), speed,
         trace[-1].timestamp_s / speed,
     )  # fmt: skip
+
+
+def spread(times: Sequence[float]) -> list[float]:
+    """Arrivals at one reading of the trace's clock, evenly over the time until its next one.
+
+    Mooncake's traces are rounded to 3 s: left so, ten requests at a time would come at once, and wait for one another.
+    """
+    made: list[float] = []
+    for at_s, group in itertools.groupby(times):
+        count = len(list(group))
+        later = times[len(made) + count] if len(made) + count < len(times) else at_s
+        made += [at_s + i * (later - at_s) / count for i in range(count)]
+    return made
 
 
 def topology_of(

@@ -30,6 +30,11 @@ def test_time_is_divided_by_the_speed() -> None:
     assert plan.span_s == 5
 
 
+def test_requests_at_one_reading_of_the_trace_clock_come_one_after_the_other() -> None:
+    plan = plan_of(*(request(at_s, 1) for at_s in (0, 0, 0, 3, 6, 6)))
+    assert [one.at_s for one in plan.requests] == [0, 1, 2, 3, 6, 6]
+
+
 def test_a_last_block_that_is_not_full_is_left_out_unless_it_is_the_only_one() -> None:
     plan = plan_of(
         request(0, 1, 2, tokens=2 * BLOCK_TOKENS), request(1, 1, 3, tokens=BLOCK_TOKENS + 1), request(2, 9, tokens=7)
