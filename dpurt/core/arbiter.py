@@ -47,6 +47,7 @@ The arbiter leaves to others: what becomes of jobs (ledger), whom they serve (pr
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -116,7 +117,7 @@ class StagingView(Protocol):
 _Key = tuple[int, int, float, float, int]  # rank, quantum of the latest start, -value per byte, need_by, job
 
 
-class Job(Struct, eq=False):
+class Job(Struct, eq=False, gc=False):
     """An admitted prediction. `key` is its place in the order, as long as it waits."""
 
     number: int
@@ -125,7 +126,7 @@ class Job(Struct, eq=False):
     key: _Key
 
 
-class Refusal(Struct, frozen=True):
+class Refusal(Struct, frozen=True, gc=False):
     """`job` is None for a prediction refused on sight; the job that serves it already, for a duplicate; else
     the job that waited and is refused now (`was_waiting`)."""
 
@@ -192,7 +193,7 @@ class Arbiter:
         self._order: list[_Key] = []
         self._flying: dict[int, Job] = {}
         self._job_of: dict[tuple[int, int | None], int] = {}  # waiting and flying
-        self._records: dict[str, _Record] = {}
+        self._records: defaultdict[str, _Record] = defaultdict(_Record)
         self._tokens = self._burst_bytes
         self._tokens_at: float = NEVER
         self._demand_at: float = NEVER  # when demand reads were last seen queued
@@ -246,7 +247,7 @@ class Arbiter:
 
     def learn(self, predictor: str, probability: float, used: bool) -> None:
         """An issued job of this predictor was used, or was not."""
-        self._record(predictor).learn(probability, used)
+        self._records[predictor].learn(probability, used)
 
     def is_ready(self, now: float) -> bool:
         """Something waits, and might be issued: the last `plan` ended for a reason that may be gone."""
@@ -265,7 +266,7 @@ class Arbiter:
 
     def trust(self, predictor: str) -> float:
         """The factor on a predictor's probabilities, in (0, 1]."""
-        return self._record(predictor).factor
+        return self._records[predictor].factor
 
     def next_wakeup(self) -> float | None:
         """When `plan` may do something without an event; as of the last `plan`."""
@@ -302,10 +303,10 @@ class Arbiter:
         num_bytes = view.record_bytes(block, mask)
         read_s = self.read_s(num_bytes)
         recompute_s = view.recompute_s(block) if mask is None else None
-        probability = said * self._record(predictor).factor
+        probability = said * self._records[predictor].factor
         reason = self._objection(prediction, probability, device_free)
         if reason is None and recompute_s is not None:
-            reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free)
+            reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free + read_s)
         if reason is not None:
             plan.refusals.append(Refusal(prediction, reason))
             return
@@ -338,13 +339,13 @@ class Arbiter:
         return None
 
     def _computed_instead(
-        self, prediction: Prediction, num_bytes: int, recompute_s: float, now: float, device_free: float
+        self, prediction: Prediction, num_bytes: int, recompute_s: float, now: float, read_at: float
     ) -> str | None:
         """Is the host better off computing? What a sequence's first block of this plan is told holds for the others."""
         sequence = prediction.sequence
         cheaper = self._to_compute.get(sequence)
         if cheaper is None:
-            wait_s = device_free + self.read_s(num_bytes) - max(now, prediction.need_by)
+            wait_s = read_at - max(now, prediction.need_by)
             transfer_s = num_bytes / self.budget.bandwidth_bytes_per_s
             cheaper = is_computing_cheaper(wait_s, transfer_s, recompute_s, self._run_of(sequence))
             if sequence is not None:
@@ -356,7 +357,7 @@ class Arbiter:
         return self.latency_s + num_bytes / self.budget.bandwidth_bytes_per_s
 
     def _may_probe(self, predictor: str) -> bool:
-        record = self._record(predictor)
+        record = self._records[predictor]
         record.throttled += 1
         return record.throttled % self.PROBE_EVERY == 0
 
@@ -367,7 +368,7 @@ class Arbiter:
         """A waiting job is wanted once more: it takes the better place of the two. A guess does not change when something
         surer needs it."""
         job = self._waiting.get(number)
-        probability = prediction.probability * self._record(prediction.predictor).factor
+        probability = prediction.probability * self._records[prediction.predictor].factor
         rank = _rank(prediction, probability)
         if job is None or rank > job.key[0]:
             return
@@ -480,12 +481,6 @@ class Arbiter:
             earned = (now - self._tokens_at) * self.budget.bandwidth_bytes_per_s
             self._tokens = min(self._burst_bytes, self._tokens + earned)
         self._tokens_at = now
-
-    def _record(self, predictor: str) -> _Record:
-        record = self._records.get(predictor)
-        if record is None:
-            record = self._records[predictor] = _Record()
-        return record
 
 
 def _rank(prediction: Prediction, probability: float) -> int:

@@ -391,12 +391,14 @@ class Predicted(Lru):
         self._at_rest: dict[int, None] = {}  # those of them that were let go
 
     def insert(self, block: int, now: float) -> None:
-        super().insert(block, now)
+        self._held.add(block)
+        self._order.append(block)
         self._handles[block] = self._outlook.came(block)
         self._came.add(block)
 
     def unhold(self, block: int) -> None:
-        super().unhold(block)
+        self._held.discard(block)
+        self._order.unheld(block)
         if block in self._came:
             self._at_rest[block] = None
 
@@ -417,7 +419,8 @@ class Predicted(Lru):
         return 0.0 if block is None else self._leaving[block]
 
     def remove(self, block: int, *, evicted: bool) -> None:
-        super().remove(block, evicted=evicted)
+        self._held.discard(block)
+        self._order.discard(block)
         self._leaving.pop(block, None)
         self._came.discard(block)
         self._at_rest.pop(block, None)
@@ -436,11 +439,11 @@ class Predicted(Lru):
 
     def _first_listed(self, protect: Protect | None) -> int | None:
         """The first on the list that may go. Those before it that may not are struck off."""
-        leaving, listed = self._leaving, self._listed
+        leaving, listed, held = self._leaving, self._listed, self._held
         while listed:
             block = listed[-1]
             if block in leaving:
-                if block not in self._held and not (protect is not None and protect(block)):
+                if block not in held and (protect is None or not protect(block)):
                     return block
                 del leaving[block]
             listed.pop()
@@ -473,19 +476,19 @@ def least(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
     """Places of the `count` least values in their order, the first of equals first. Sorts no more than it must."""
     if count >= len(values):
         return np.argsort(values, kind="stable")
-    candidates = np.flatnonzero(values <= _bound(values, count))
+    candidates = _candidates(values, count)
     return candidates[np.argsort(values[candidates], kind="stable")[:count]]
 
 
-def _bound(values: NDArray[np.float64], count: int) -> np.float64:
-    """Something that at least `count` values do not exceed, and hardly many more. A sample mostly tells: numpy's partition of
-    all takes ten times as long as reading them."""
+def _candidates(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Places of the `count` least values and of hardly many more. A sample mostly tells: numpy's partition of all takes ten
+    times as long as reading them."""
     sample, twice = values[::16], count // 8 + 4
     if twice < len(sample):
-        bound = np.partition(sample, twice)[twice]
-        if np.count_nonzero(values <= bound) >= count:
-            return np.float64(bound)
-    return np.float64(np.partition(values, count)[count])
+        candidates = np.flatnonzero(values <= np.partition(sample, twice)[twice])
+        if len(candidates) >= count:
+            return candidates
+    return np.flatnonzero(values <= np.partition(values, count)[count])
 
 
 class _Keyed:

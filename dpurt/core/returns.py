@@ -110,9 +110,9 @@ class _Rows:
         self.of: dict[int, int] = {}
         self.block: Ints = np.zeros(1024, np.int64)
         self.resident = np.zeros(1024, np.int32)
-        self.ahead = np.zeros(1024, np.int32)  # requests under way that have not read it
+        self.ahead: Floats = np.zeros(1024)  # requests under way that have not read it
         self.popular: Floats = np.zeros(1024)
-        self.exists = np.zeros(1024, np.bool_)  # on some tier of ours
+        self.exists: Floats = np.zeros(1024)  # 1: on some tier of ours. As a float, as it is multiplied with
         self.latest: list[_Stream | None] = []  # the stream that held it last
         self._free: list[int] = []
 
@@ -122,7 +122,7 @@ class _Rows:
         if row is None:
             row = self.of[block] = self._free.pop() if self._free else self._grown()
             self.block[row] = block
-            self.exists[row] = True
+            self.exists[row] = 1.0
         return row
 
     def forget(self, row: int) -> None:
@@ -186,7 +186,7 @@ class _Slots:
     def __init__(self, num_slots: int) -> None:
         self.state = np.zeros(num_slots, np.int8)
         self.since: Floats = np.zeros(num_slots)
-        self.risk: Floats = np.zeros((num_slots, NUM_AGES + 1))  # cumulative hazard at AGE_EDGES
+        self.risk: Floats = np.zeros((num_slots, NUM_AGES))  # cumulative hazard at the start of each age bin
         self.hazards: Floats = np.zeros((num_slots, NUM_AGES))
         self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
@@ -313,7 +313,7 @@ class Returns:
         wanted = self._wanted(is_full)
         blocks, worths = self._rows.block[wanted].tolist(), self._worths(wanted).tolist()
         predictions = list(map(self._prediction, wanted.tolist(), blocks, worths, repeat(now + self.LOOK_S)))
-        self._asked_for = {prediction.block for prediction in predictions}
+        self._asked_for = set(blocks)
         return predictions
 
     def next_wakeup(self) -> float | None:
@@ -410,7 +410,7 @@ class Returns:
         for row in rows:
             latest[row] = stream
         at = np.array(rows)
-        self._rows.exists[at] = True
+        self._rows.exists[at] = 1.0
         first = len(stream.rows)
         stream.rows += rows
         end = len(stream.rows)
@@ -460,7 +460,7 @@ class Returns:
         """The hazards of these slots, as the model sees them now."""
         slots = self._slots
         hazards = slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
-        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS).cumsum(-1)
+        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS)[..., :-1].cumsum(-1)
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -512,7 +512,7 @@ class Returns:
         """No tier has it: nothing to fetch, until it is stored again."""
         row = self._rows.of.get(block)
         if row is not None:
-            self._rows.exists[row] = False
+            self._rows.exists[row] = 0.0
 
     # --- worths
 
@@ -545,8 +545,10 @@ class Returns:
 
     def _worths(self, rows: Ints | slice) -> Floats:
         """As of the last refresh, but for streams that came or ended and blocks that were read since."""
-        ahead, exists = self._rows.ahead[rows], self._rows.exists[rows]
-        return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
+        worths = np.maximum(self._worth[rows], 0.0)
+        worths += self._rows.ahead[rows]
+        worths *= self._rows.exists[rows]
+        return worths
 
     def _chances(self, live: Ints, now: float) -> Floats:
         """Of a return within the windows, for these slots of running and idle streams."""
@@ -579,7 +581,8 @@ class Returns:
         """Cumulative hazards, linear between the edges."""
         age_bin = np.minimum(AGE_EDGES.searchsorted(ages, side="right") - 1, NUM_AGES - 1)
         into = np.minimum(ages - AGE_EDGES[age_bin], AGE_WIDTHS[age_bin])
-        return np.asarray(self._slots.risk[slots, age_bin] + into * self._slots.hazards[slots, age_bin])
+        at = slots * NUM_AGES + age_bin  # in the flat tables: half the time of two indices
+        return np.asarray(self._slots.risk.take(at) + into * self._slots.hazards.take(at))
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
         """These idle streams did not return since the last time; those that never will are ended."""
@@ -601,13 +604,14 @@ class Returns:
         the resident one it would push out."""
         self._grow_worth()
         worth = self._worths(slice(0, len(self._rows)))
-        is_resident = self._rows.resident[: len(worth)] > 0
-        price = np.where(is_resident, 0.0, -worth)
+        resident = np.flatnonzero(self._rows.resident[: len(worth)] > 0)
+        price = -worth
+        price[resident] = 0.0
         best = least(price, self._reach)
         best = best[price[best] < -self.FLOOR * self.window_s]
         if not is_full:
             return best
-        kept = worth[is_resident]
+        kept = worth[resident]
         num_compared = min(len(best), len(kept))
         pays = worth[best[:num_compared]] > self.MARGIN * kept[least(kept, num_compared)]
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
