@@ -194,6 +194,7 @@ class Arbiter:
         self._flying: dict[int, Job] = {}
         self._job_of: dict[tuple[int, int | None], int] = {}  # waiting and flying
         self._records: defaultdict[str, _Record] = defaultdict(_Record)
+        self._burst_bytes = budget.bandwidth_bytes_per_s * budget.burst_s
         self._tokens = self._burst_bytes
         self._tokens_at: float = NEVER
         self._demand_at: float = NEVER  # when demand reads were last seen queued
@@ -470,10 +471,6 @@ class Arbiter:
         plan.fetches.append(job)
 
     # --- bandwidth
-
-    @property
-    def _burst_bytes(self) -> float:
-        return self.budget.bandwidth_bytes_per_s * self.budget.burst_s
 
     def _refill(self, now: float) -> None:
         """At most a burst is saved up; a record larger than that runs up a debt."""

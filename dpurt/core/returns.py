@@ -605,13 +605,14 @@ class Returns:
         self._grow_worth()
         worth = self._worths(slice(0, len(self._rows)))
         resident = np.flatnonzero(self._rows.resident[: len(worth)] > 0)
-        price = -worth
-        price[resident] = 0.0
-        best = least(price, self._reach)
-        best = best[price[best] < -self.FLOOR * self.window_s]
+        kept, worth[resident] = worth[resident], 0.0
+        bar = self.FLOOR * self.window_s
+        if is_full and len(kept) >= self._reach:  # what pays for no room at all is not worth sorting
+            bar = max(bar, self.MARGIN * float(kept.min()))
+        above = np.flatnonzero(worth > bar)
+        best = above[least(-worth[above], self._reach)]
         if not is_full:
             return best
-        kept = worth[resident]
         num_compared = min(len(best), len(kept))
         pays = worth[best[:num_compared]] > self.MARGIN * kept[least(kept, num_compared)]
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
