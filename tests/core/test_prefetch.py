@@ -386,7 +386,9 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def waiters_and_sequences_agree(self):
         for number, sequence in self.core._sequences.items():
-            assert sequence.jobs == {j for j, waiters in self.core._waiters.items() if waiters and number in waiters}
+            assert sequence.jobs == {
+                j for j, waiters in self.core._waiters.items() if waiters and number in waiters
+            }
 
     @invariant()
     def the_wakeup_that_is_remembered_is_the_wakeup(self):
