@@ -228,7 +228,7 @@ class Arbiter:
         job = self._waiting.pop(number, None)
         if job is None:
             return False
-        del self._job_of[job.prediction[:2]]
+        del self._job_of[job.prediction.block, job.prediction.parts_mask]
         return True
 
     def answered(self, number: int) -> Job:
@@ -236,7 +236,7 @@ class Arbiter:
         job = self._flying.pop(number)
         self.flying_bytes -= job.record_bytes
         self._blocked_until = NEVER
-        del self._job_of[job.prediction[:2]]
+        del self._job_of[job.prediction.block, job.prediction.parts_mask]
         return job
 
     def release(self, num_bytes: int) -> None:
@@ -288,7 +288,7 @@ class Arbiter:
     def _admit(
         self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan
     ) -> None:
-        block, mask, need_by, said, predictor, _, _, worth = prediction
+        block, mask = prediction.block, prediction.parts_mask
         jobs = self._job_of
         serving = jobs.get((block, mask))
         if serving is None and mask is not None:  # part of a whole block that is on its way
@@ -304,7 +304,7 @@ class Arbiter:
         num_bytes = view.record_bytes(block, mask)
         read_s = self.read_s(num_bytes)
         recompute_s = view.recompute_s(block) if mask is None else None
-        probability = said * self._records[predictor].factor
+        probability = prediction.probability * self._records[prediction.predictor].factor
         reason = self._objection(prediction, probability, device_free)
         if reason is None and recompute_s is not None:
             reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free + read_s)
@@ -314,8 +314,8 @@ class Arbiter:
         saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
         number = self._next_job
         self._next_job += 1
-        value = (probability if worth is None else worth) * saved_s / num_bytes
-        key = self._key(_rank(prediction, probability), read_s, value, need_by, number)
+        value = _worth(prediction, probability) * saved_s / num_bytes
+        key = self._key(_rank(prediction, probability), read_s, value, prediction.need_by, number)
         self._waiting[number] = job = Job(number, prediction, num_bytes, key)
         jobs[block, mask] = number
         heapq.heappush(self._order, key)
@@ -443,8 +443,8 @@ class Arbiter:
         self, prediction: Prediction, need_by: float, view: StagingView, now: float
     ) -> str | None:
         """Why a waiting job is not worth a fetch any more."""
-        block, mask, _, probability, _, _, _, worth = prediction
-        where = view.where(block, mask)
+        block = prediction.block
+        where = view.where(block, prediction.parts_mask)
         if where != "nvme":
             return _ELSEWHERE[where]
         if now >= need_by + self.budget.late_ok_s:
@@ -452,7 +452,7 @@ class Arbiter:
         price = view.price(block, now)
         if price <= 0.0:
             return None
-        worth = probability if worth is None else worth
+        worth = _worth(prediction, prediction.probability)
         margin = 1.0 if worth >= CERTAIN else 1.0 + self.budget.hysteresis
         return "not_worth_room" if worth <= price * margin else None
 

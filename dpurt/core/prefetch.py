@@ -426,9 +426,18 @@ class PrefetchCore:
             self._wait(number, prediction.sequence)
 
     def _open(self, job: Job) -> None:
-        block, mask, need_by, probability, predictor, sequence, owner, _ = job.prediction
-        self.ledger.plan(job.number, block, mask, predictor, owner, probability, job.record_bytes, need_by)
-        self._wait(job.number, sequence)
+        wanted = job.prediction
+        self.ledger.plan(
+            job.number,
+            wanted.block,
+            wanted.parts_mask,
+            wanted.predictor,
+            wanted.owner,
+            wanted.probability,
+            job.record_bytes,
+            wanted.need_by,
+        )
+        self._wait(job.number, wanted.sequence)
 
     def _withdraw_waiting(self, block: int, mask: int | None, reason: str) -> None:
         job = self.arbiter.waiting_on(block, mask)

@@ -34,7 +34,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,9 +311,12 @@ class Returns:
         is_full = now - self._asked_at <= self.FULL_S
         wanted = self._wanted(is_full)
         blocks, worths = self._rows.block[wanted].tolist(), self._worths(wanted).tolist()
-        predictions = list(map(self._prediction, wanted.tolist(), blocks, worths, repeat(now + self.LOOK_S)))
         self._asked_for = set(blocks)
-        return predictions
+        need_by = now + self.LOOK_S
+        return [
+            Prediction(block, None, need_by, self._lasting(worth), self.name, None, self._owner(row), worth)
+            for row, block, worth in zip(wanted.tolist(), blocks, worths, strict=True)
+        ]
 
     def next_wakeup(self) -> float | None:
         return self._look_at
@@ -618,8 +620,10 @@ class Returns:
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
         return best[:num_worth_it]
 
-    def _prediction(self, row: int, block: int, worth: float, need_by: float) -> Prediction:
+    def _lasting(self, worth: float) -> float:
+        """Probability of a use as long as a fetched block stays."""
+        return 1.0 if worth >= 1.0 else 1.0 - (1.0 - worth) ** (self.LASTING_S / self.window_s)
+
+    def _owner(self, row: int) -> Owner:
         stream = self._rows.latest[row]
-        owner = NOBODY if stream is None else stream.owner
-        lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
-        return Prediction(block, None, need_by, lasting, self.name, None, owner, worth)
+        return NOBODY if stream is None else stream.owner
