@@ -47,6 +47,7 @@ The arbiter leaves to others: what becomes of jobs (ledger), whom they serve (pr
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -116,7 +117,7 @@ class StagingView(Protocol):
 _Key = tuple[int, int, float, float, int]  # rank, quantum of the latest start, -value per byte, need_by, job
 
 
-class Job(Struct, eq=False):
+class Job(Struct, eq=False, gc=False):
     """An admitted prediction. `key` is its place in the order, as long as it waits."""
 
     number: int
@@ -125,7 +126,7 @@ class Job(Struct, eq=False):
     key: _Key
 
 
-class Refusal(Struct, frozen=True):
+class Refusal(Struct, frozen=True, gc=False):
     """`job` is None for a prediction refused on sight; the job that serves it already, for a duplicate; else
     the job that waited and is refused now (`was_waiting`)."""
 
@@ -192,7 +193,8 @@ class Arbiter:
         self._order: list[_Key] = []
         self._flying: dict[int, Job] = {}
         self._job_of: dict[tuple[int, int | None], int] = {}  # waiting and flying
-        self._records: dict[str, _Record] = {}
+        self._records: defaultdict[str, _Record] = defaultdict(_Record)
+        self._burst_bytes = budget.bandwidth_bytes_per_s * budget.burst_s
         self._tokens = self._burst_bytes
         self._tokens_at: float = NEVER
         self._demand_at: float = NEVER  # when demand reads were last seen queued
@@ -226,7 +228,7 @@ class Arbiter:
         job = self._waiting.pop(number, None)
         if job is None:
             return False
-        del self._job_of[job.prediction[:2]]
+        del self._job_of[job.prediction.block, job.prediction.parts_mask]
         return True
 
     def answered(self, number: int) -> Job:
@@ -234,7 +236,7 @@ class Arbiter:
         job = self._flying.pop(number)
         self.flying_bytes -= job.record_bytes
         self._blocked_until = NEVER
-        del self._job_of[job.prediction[:2]]
+        del self._job_of[job.prediction.block, job.prediction.parts_mask]
         return job
 
     def release(self, num_bytes: int) -> None:
@@ -246,7 +248,7 @@ class Arbiter:
 
     def learn(self, predictor: str, probability: float, used: bool) -> None:
         """An issued job of this predictor was used, or was not."""
-        self._record(predictor).learn(probability, used)
+        self._records[predictor].learn(probability, used)
 
     def is_ready(self, now: float) -> bool:
         """Something waits, and might be issued: the last `plan` ended for a reason that may be gone."""
@@ -265,7 +267,7 @@ class Arbiter:
 
     def trust(self, predictor: str) -> float:
         """The factor on a predictor's probabilities, in (0, 1]."""
-        return self._record(predictor).factor
+        return self._records[predictor].factor
 
     def next_wakeup(self) -> float | None:
         """When `plan` may do something without an event; as of the last `plan`."""
@@ -286,7 +288,7 @@ class Arbiter:
     def _admit(
         self, prediction: Prediction, view: StagingView, now: float, device_free: float, plan: Plan
     ) -> None:
-        block, mask, need_by, said, predictor, _, _, worth = prediction
+        block, mask = prediction.block, prediction.parts_mask
         jobs = self._job_of
         serving = jobs.get((block, mask))
         if serving is None and mask is not None:  # part of a whole block that is on its way
@@ -302,18 +304,18 @@ class Arbiter:
         num_bytes = view.record_bytes(block, mask)
         read_s = self.read_s(num_bytes)
         recompute_s = view.recompute_s(block) if mask is None else None
-        probability = said * self._record(predictor).factor
+        probability = prediction.probability * self._records[prediction.predictor].factor
         reason = self._objection(prediction, probability, device_free)
         if reason is None and recompute_s is not None:
-            reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free)
+            reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free + read_s)
         if reason is not None:
             plan.refusals.append(Refusal(prediction, reason))
             return
         saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
         number = self._next_job
         self._next_job += 1
-        value = (probability if worth is None else worth) * saved_s / num_bytes
-        key = self._key(_rank(prediction, probability), read_s, value, need_by, number)
+        value = _worth(prediction, probability) * saved_s / num_bytes
+        key = self._key(_rank(prediction, probability), read_s, value, prediction.need_by, number)
         self._waiting[number] = job = Job(number, prediction, num_bytes, key)
         jobs[block, mask] = number
         heapq.heappush(self._order, key)
@@ -338,13 +340,13 @@ class Arbiter:
         return None
 
     def _computed_instead(
-        self, prediction: Prediction, num_bytes: int, recompute_s: float, now: float, device_free: float
+        self, prediction: Prediction, num_bytes: int, recompute_s: float, now: float, read_at: float
     ) -> str | None:
         """Is the host better off computing? What a sequence's first block of this plan is told holds for the others."""
         sequence = prediction.sequence
         cheaper = self._to_compute.get(sequence)
         if cheaper is None:
-            wait_s = device_free + self.read_s(num_bytes) - max(now, prediction.need_by)
+            wait_s = read_at - max(now, prediction.need_by)
             transfer_s = num_bytes / self.budget.bandwidth_bytes_per_s
             cheaper = is_computing_cheaper(wait_s, transfer_s, recompute_s, self._run_of(sequence))
             if sequence is not None:
@@ -356,7 +358,7 @@ class Arbiter:
         return self.latency_s + num_bytes / self.budget.bandwidth_bytes_per_s
 
     def _may_probe(self, predictor: str) -> bool:
-        record = self._record(predictor)
+        record = self._records[predictor]
         record.throttled += 1
         return record.throttled % self.PROBE_EVERY == 0
 
@@ -367,7 +369,7 @@ class Arbiter:
         """A waiting job is wanted once more: it takes the better place of the two. A guess does not change when something
         surer needs it."""
         job = self._waiting.get(number)
-        probability = prediction.probability * self._record(prediction.predictor).factor
+        probability = prediction.probability * self._records[prediction.predictor].factor
         rank = _rank(prediction, probability)
         if job is None or rank > job.key[0]:
             return
@@ -441,8 +443,8 @@ class Arbiter:
         self, prediction: Prediction, need_by: float, view: StagingView, now: float
     ) -> str | None:
         """Why a waiting job is not worth a fetch any more."""
-        block, mask, _, probability, _, _, _, worth = prediction
-        where = view.where(block, mask)
+        block = prediction.block
+        where = view.where(block, prediction.parts_mask)
         if where != "nvme":
             return _ELSEWHERE[where]
         if now >= need_by + self.budget.late_ok_s:
@@ -450,7 +452,7 @@ class Arbiter:
         price = view.price(block, now)
         if price <= 0.0:
             return None
-        worth = probability if worth is None else worth
+        worth = _worth(prediction, prediction.probability)
         margin = 1.0 if worth >= CERTAIN else 1.0 + self.budget.hysteresis
         return "not_worth_room" if worth <= price * margin else None
 
@@ -470,22 +472,12 @@ class Arbiter:
 
     # --- bandwidth
 
-    @property
-    def _burst_bytes(self) -> float:
-        return self.budget.bandwidth_bytes_per_s * self.budget.burst_s
-
     def _refill(self, now: float) -> None:
         """At most a burst is saved up; a record larger than that runs up a debt."""
         if self._tokens_at != NEVER:
             earned = (now - self._tokens_at) * self.budget.bandwidth_bytes_per_s
             self._tokens = min(self._burst_bytes, self._tokens + earned)
         self._tokens_at = now
-
-    def _record(self, predictor: str) -> _Record:
-        record = self._records.get(predictor)
-        if record is None:
-            record = self._records[predictor] = _Record()
-        return record
 
 
 def _rank(prediction: Prediction, probability: float) -> int:

@@ -16,7 +16,7 @@ from dpurt.core.device_model import DeviceModel, DeviceProfile
 __all__ = ["DeviceQueue", "Read"]
 
 
-class Read(Struct, eq=False):
+class Read(Struct, eq=False, gc=False):
     """One read of a block. `job` is the prefetch job it serves, if any; `is_demand` may become true while it
     waits."""
 

@@ -1,5 +1,6 @@
 """The events the prefetch core and its predictors live on: facts told by agents, engines and the storage. All
-frozen, and made by the thousand a second: a `Struct` costs a fifth of a frozen dataclass.
+frozen, and made by the thousand a second: a `Struct` costs a fifth of a frozen dataclass, and without cycles it needs no
+garbage collector (`gc=False`).
 
 Blocks, sequences and jobs are opaque int handles. `owner` says whose budget and whose statistics. Times
 inside events are absolute, on the clock of the `now` they are handed in with.
@@ -24,7 +25,7 @@ class Owner(NamedTuple):
 NOBODY = Owner("", "")
 
 
-class Arrived(Struct, frozen=True):
+class Arrived(Struct, frozen=True, gc=False):
     """A request came; `blocks` are those of its prefix the node holds, in prefix order. Known before any
     scheduler ran."""
 
@@ -34,7 +35,7 @@ class Arrived(Struct, frozen=True):
     expected_start: float | None = None
 
 
-class Consumed(Struct, frozen=True):
+class Consumed(Struct, frozen=True, gc=False):
     """The load cursor moved: the host asked for `count` blocks from index `first` of the arrival's
     `blocks`."""
 
@@ -43,14 +44,14 @@ class Consumed(Struct, frozen=True):
     count: int
 
 
-class Stored(Struct, frozen=True):
+class Stored(Struct, frozen=True, gc=False):
     """The sequence's chain grew: these blocks follow what it matched, in order, and are on our tiers now."""
 
     sequence: int
     blocks: tuple[int, ...]
 
 
-class Paused(Struct, frozen=True):
+class Paused(Struct, frozen=True, gc=False):
     """The sequence waits for something outside (a tool call), for about `expected_s` if anybody knows."""
 
     sequence: int
@@ -58,26 +59,26 @@ class Paused(Struct, frozen=True):
     reason: str = ""
 
 
-class Resumed(Struct, frozen=True):
+class Resumed(Struct, frozen=True, gc=False):
     """The pause is over."""
 
     sequence: int
 
 
-class Finished(Struct, frozen=True):
+class Finished(Struct, frozen=True, gc=False):
     """The sequence ended normally; its conversation may return."""
 
     sequence: int
     reason: str = ""
 
 
-class SequenceGone(Struct, frozen=True):
+class SequenceGone(Struct, frozen=True, gc=False):
     """Cancelled, its client died, or nothing was heard of it for the horizon."""
 
     sequence: int
 
 
-class Ranked(Struct, frozen=True):
+class Ranked(Struct, frozen=True, gc=False):
     """Blocks an engine expects a layer group to want, best first, by `need_by`."""
 
     group: int
@@ -85,7 +86,7 @@ class Ranked(Struct, frozen=True):
     need_by: float
 
 
-class DecodeStep(Struct, frozen=True):
+class DecodeStep(Struct, frozen=True, gc=False):
     """A sparse decode step touched these blocks in one layer group; `masses`, if known, are their shares of
     attention."""
 
@@ -97,7 +98,7 @@ class DecodeStep(Struct, frozen=True):
     masses: tuple[float, ...] | None = None
 
 
-class Demanded(Struct, frozen=True):
+class Demanded(Struct, frozen=True, gc=False):
     """Somebody needs the block (those parts) now, and this is where it was at that moment."""
 
     block: int
@@ -106,7 +107,7 @@ class Demanded(Struct, frozen=True):
     parts_mask: int | None = None
 
 
-class Staged(Struct, frozen=True):
+class Staged(Struct, frozen=True, gc=False):
     """A job's bytes are in staging. Every `Fetch` is answered once, by this or by `FetchFailed`, cancelled or
     not."""
 
@@ -114,7 +115,7 @@ class Staged(Struct, frozen=True):
     job: int
 
 
-class FetchFailed(Struct, frozen=True):
+class FetchFailed(Struct, frozen=True, gc=False):
     """A job ended without its bytes; `reason` is a stable word (``"cancelled"`` answers a CancelFetch in
     time)."""
 
@@ -122,19 +123,19 @@ class FetchFailed(Struct, frozen=True):
     reason: str
 
 
-class Evicted(Struct, frozen=True):
+class Evicted(Struct, frozen=True, gc=False):
     """The block left staging; the device still has it."""
 
     block: int
 
 
-class Dropped(Struct, frozen=True):
+class Dropped(Struct, frozen=True, gc=False):
     """The block no longer exists on any of our tiers."""
 
     block: int
 
 
-class LatencyMeasured(Struct, frozen=True):
+class LatencyMeasured(Struct, frozen=True, gc=False):
     """What a read of the device was lately seen to take beyond the time its bytes need."""
 
     latency_s: float

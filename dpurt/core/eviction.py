@@ -358,6 +358,59 @@ class Lru(Fifo):
         self._order.renew(blocks)
 
 
+class _Places:
+    """Resident blocks, their handles and when they were used last, as arrays: all that a ranking looks at.
+
+    A block has a *place*, the same for as long as it stays. `used` is the turn of its last use, 0 in a free place.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.blocks: NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self.handles: NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self.used: NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self._of: dict[int, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._of
+
+    def of(self, blocks: Iterable[int]) -> list[int]:
+        """The places of resident blocks."""
+        return [self._of[block] for block in blocks]
+
+    def put(self, block: int, handle: int) -> None:
+        """It came, and counts as used now."""
+        if not self._free:
+            self._grow()
+        place = self._of[block] = self._free.pop()
+        self._turn += 1
+        self.blocks[place], self.handles[place], self.used[place] = block, handle, self._turn
+
+    def renew(self, blocks: Sequence[int]) -> None:
+        """These were used, the last one last."""
+        first = self._turn + 1
+        self._turn += len(blocks)
+        self.used[self.of(blocks)] = np.arange(first, self._turn + 1)
+
+    def pop(self, block: int) -> int:
+        """It left. Its handle."""
+        place = self._of.pop(block)
+        self._free.append(place)
+        self.used[place] = 0
+        return int(self.handles[place])
+
+    def _grow(self) -> None:
+        held = len(self.used)
+        for name in ("blocks", "handles", "used"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self._free = list(range(2 * held - 1, held - 1, -1))
+
+
 class Predicted(Lru):
     """The block worth least goes first, the least recently used of equals; see "Prediction" above.
 
@@ -370,8 +423,7 @@ class Predicted(Lru):
     what was read for a request, which has used it, should not push out what others will want.
 
     `_leaving` says who is on the list, `_listed` in which order, the next victim last; those of the latter which are not
-    in the former have been struck off. `_handles` is in order of use, too: a plain dict, since it is only read as a whole
-    (which an `OrderedDict` is ten times slower at), where the order it inherits is asked for its oldest.
+    in the former have been struck off.
     """
 
     name = "predicted"
@@ -383,7 +435,7 @@ class Predicted(Lru):
         super().__init__(capacity)
         self._outlook = outlook
         self._batch = max(64, capacity // 8)
-        self._handles: dict[int, int] = {}
+        self._places = _Places(capacity)
         self._leaving: dict[int, float] = {}
         self._listed: list[int] = []
         self._ranked_at = -math.inf
@@ -391,21 +443,23 @@ class Predicted(Lru):
         self._at_rest: dict[int, None] = {}  # those of them that were let go
 
     def insert(self, block: int, now: float) -> None:
-        super().insert(block, now)
-        self._handles[block] = self._outlook.came(block)
+        self._held.add(block)
+        self._order.append(block)
+        self._places.put(block, self._outlook.came(block))
         self._came.add(block)
 
     def unhold(self, block: int) -> None:
-        super().unhold(block)
+        self._held.discard(block)
+        self._order.unheld(block)
         if block in self._came:
             self._at_rest[block] = None
 
     def touch(self, blocks: Iterable[int], now: float) -> None:
-        handles, leaving = self._handles, self._leaving
-        here = [block for block in blocks if block in handles]
+        places, leaving = self._places, self._leaving
+        here = [block for block in blocks if block in places]
         super().touch(here, now)
+        places.renew(here)
         for block in here:
-            handles[block] = handles.pop(block)
             leaving.pop(block, None)
 
     def victim(self, now: float, protect: Protect | None = None) -> int | None:
@@ -417,11 +471,12 @@ class Predicted(Lru):
         return 0.0 if block is None else self._leaving[block]
 
     def remove(self, block: int, *, evicted: bool) -> None:
-        super().remove(block, evicted=evicted)
+        self._held.discard(block)
+        self._order.discard(block)
         self._leaving.pop(block, None)
         self._came.discard(block)
         self._at_rest.pop(block, None)
-        self._outlook.left(self._handles.pop(block))
+        self._outlook.left(self._places.pop(block))
 
     def _first_to_leave(self, now: float, protect: Protect | None) -> int | None:
         if now - self._ranked_at >= self.REFRESH_S:
@@ -436,11 +491,11 @@ class Predicted(Lru):
 
     def _first_listed(self, protect: Protect | None) -> int | None:
         """The first on the list that may go. Those before it that may not are struck off."""
-        leaving, listed = self._leaving, self._listed
+        leaving, listed, held = self._leaving, self._listed, self._held
         while listed:
             block = listed[-1]
             if block in leaving:
-                if block not in self._held and not (protect is not None and protect(block)):
+                if block not in held and (protect is None or not protect(block)):
                     return block
                 del leaving[block]
             listed.pop()
@@ -452,7 +507,7 @@ class Predicted(Lru):
         price = next((leaving[block] for block in reversed(self._listed) if block in leaving), 0.0)
         blocks = [block for block in self._at_rest if block not in self._held]
         self._at_rest.clear()
-        handles = np.fromiter(map(self._handles.__getitem__, blocks), np.int64, len(blocks))
+        handles = self._places.handles[self._places.of(blocks)]
         for block, worth in zip(blocks, self._outlook.worth(handles, now).tolist(), strict=True):
             if worth < price:
                 leaving[block] = worth
@@ -462,30 +517,34 @@ class Predicted(Lru):
         self._ranked_at = now
         self._came.clear()
         self._at_rest.clear()
-        blocks = list(self._handles)
-        worth = self._outlook.worth(np.fromiter(self._handles.values(), np.int64, len(blocks)), now)
-        last_first = least(worth, self._batch)[::-1]
-        self._listed = [blocks[i] for i in last_first.tolist()]
+        places = self._places
+        taken = np.flatnonzero(places.used)
+        worth = self._outlook.worth(places.handles[taken], now)
+        last_first = least(worth, self._batch, places.used[taken])[::-1]
+        self._listed = places.blocks[taken[last_first]].tolist()
         self._leaving = dict(zip(self._listed, worth[last_first].tolist(), strict=True))
 
 
-def least(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Places of the `count` least values in their order, the first of equals first. Sorts no more than it must."""
-    if count >= len(values):
-        return np.argsort(values, kind="stable")
-    candidates = np.flatnonzero(values <= _bound(values, count))
-    return candidates[np.argsort(values[candidates], kind="stable")[:count]]
+def least(values: NDArray[np.float64], count: int, ages: NDArray[np.int64] | None = None) -> NDArray[np.intp]:
+    """Places of the `count` least values in their order; of equals the least by `ages` first, or the first. Sorts no more than
+    it must."""
+    candidates = np.arange(len(values)) if count >= len(values) else _candidates(values, count)
+    if ages is None:
+        order = np.argsort(values[candidates], kind="stable")
+    else:
+        order = np.lexsort((ages[candidates], values[candidates]))
+    return candidates[order[:count]]
 
 
-def _bound(values: NDArray[np.float64], count: int) -> np.float64:
-    """Something that at least `count` values do not exceed, and hardly many more. A sample mostly tells: numpy's partition of
-    all takes ten times as long as reading them."""
+def _candidates(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Places of the `count` least values and of hardly many more. A sample mostly tells: numpy's partition of all takes ten
+    times as long as reading them."""
     sample, twice = values[::16], count // 8 + 4
     if twice < len(sample):
-        bound = np.partition(sample, twice)[twice]
-        if np.count_nonzero(values <= bound) >= count:
-            return np.float64(bound)
-    return np.float64(np.partition(values, count)[count])
+        candidates = np.flatnonzero(values <= np.partition(sample, twice)[twice])
+        if len(candidates) >= count:
+            return candidates
+    return np.flatnonzero(values <= np.partition(values, count)[count])
 
 
 class _Keyed:

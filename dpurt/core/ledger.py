@@ -54,6 +54,9 @@ class Outcome(StrEnum):
 
 
 REFUSED, CANCELLED, FAILED, TIMELY, LATE, EARLY, USELESS = Outcome  # a member by its class is slow to reach
+_NAMES = {
+    outcome: str(outcome) for outcome in Outcome
+}  # an attribute by the member itself is slow to reach, too
 
 
 class Settled(NamedTuple):
@@ -99,6 +102,11 @@ class Totals:
     reasons: dict[str, int] = field(default_factory=dict)  # of refusals and failures: "refused:too_late"
     leads: list[int] = field(default_factory=lambda: [0] * (len(LEAD_BOUNDS_S) + 1))
 
+    def count(self, outcome: Outcome) -> None:
+        """One more job ended so."""
+        name = _NAMES[outcome]
+        setattr(self, name, getattr(self, name) + 1)
+
     @property
     def settled(self) -> int:
         """The sum of all outcomes."""
@@ -137,7 +145,7 @@ class Totals:
 _SUMMED = tuple(name for name in Totals.__slots__ if name not in ("reasons", "leads"))
 
 
-class _Job(Struct):
+class _Job(Struct, gc=False):
     block: int
     parts_mask: int | None
     predictor: str
@@ -365,7 +373,7 @@ class Ledger:
         del self._open[job]
         row = record.row
         row.open -= 1
-        setattr(row, outcome, getattr(row, outcome) + 1)
+        row.count(outcome)
         if reason:
             _count(row.reasons, f"{outcome}:{reason}")
         if record.state is not WAITING:

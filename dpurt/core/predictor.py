@@ -23,9 +23,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from dpurt.core.attention import AttentionModel, AttentionSequence, AttentionSettings, Columns
 from dpurt.core.events import (
@@ -45,13 +46,13 @@ from dpurt.core.events import (
 WHOLE = None  # a parts mask that names every part
 
 
-class Prediction(NamedTuple):
+class Prediction(Struct, frozen=True, gc=False):
     """`block` (or those of its parts whose bits are set; None: whole) will be wanted at `need_by` with
     `probability`.
 
     `sequence` is whose end makes it pointless, or None when it outlives sequences. `worth` is what a place in
-    staging is worth to it, in the unit of `dpurt.core.eviction.Outlook`; None: its probability. A tuple, not a dataclass:
-    made by the dozen on every arrival.
+    staging is worth to it, in the unit of `dpurt.core.eviction.Outlook`; None: its probability. Made by the dozen on every
+    arrival.
     """
 
     block: int

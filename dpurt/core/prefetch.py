@@ -58,7 +58,7 @@ from dpurt.core.ledger import Ledger, Outcome, Settled, Totals
 from dpurt.core.predictor import Prediction, Predictor
 
 
-class Fetch(Struct, frozen=True):
+class Fetch(Struct, frozen=True, gc=False):
     """Read these parts (None: all) of the block from the device into staging. Behind every demand read."""
 
     job: int
@@ -68,7 +68,7 @@ class Fetch(Struct, frozen=True):
     predictor: str
 
 
-class CancelFetch(Struct, frozen=True):
+class CancelFetch(Struct, frozen=True, gc=False):
     """Nobody waits for this fetch any more: drop it if it has not started. Answer the fetch all the same."""
 
     job: int
@@ -106,11 +106,12 @@ _Reaction = Callable[[Any, float], None]
 
 
 class _Kind(NamedTuple):
-    """What one kind of event calls for."""
+    """What one kind of event calls for. `moves_wakeup`: the next wake-up may be another after it, whatever it causes."""
 
     react: _Reaction | None
     listeners: tuple[Predictor, ...]
     is_of_sequence: bool
+    moves_wakeup: bool
 
 
 _USED = {Outcome.TIMELY: True, Outcome.LATE: True, Outcome.EARLY: False, Outcome.USELESS: False}
@@ -136,9 +137,11 @@ class PrefetchCore:
         self._kinds: dict[type[Event], _Kind] = {}
         self._said_at = math.inf  # when a predictor will speak without an event
         self._note_wakeups()
+        self._wakeup: float | None = None
+        self._is_wakeup_known = False
         self._forget_s = forget_s
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # the one heard of longest ago first
-        self._waiters: dict[int, set[int | None]] = {}  # job not landed -> sequences; None never leaves
+        self._waiters: dict[int, set[int] | None] = {}  # job not landed -> sequences; None: whoever leaves
         self._ahead: dict[
             int, int
         ] = {}  # block -> live sequences that matched it and have not asked for it yet
@@ -161,7 +164,9 @@ class PrefetchCore:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take note of the event and say what to fetch or to stop. Mutates; the commands are the caller's."""
-        react, listeners, is_of_sequence = self._kinds.get(type(event)) or self._kind_of(event)
+        react, listeners, is_of_sequence, moves_wakeup = self._kinds.get(type(event)) or self._kind_of(event)
+        if moves_wakeup:
+            self._is_wakeup_known = False
         if is_of_sequence:
             self._hear_of(event.sequence, now)  # type: ignore[union-attr]
         if react is not None:
@@ -173,6 +178,7 @@ class PrefetchCore:
 
     def tick(self, now: float) -> list[Command]:
         """Do what is due without an event: expiries, timed predictions, bandwidth that became free."""
+        self._is_wakeup_known = False
         self._settled(self.ledger.expire(now))
         self._forget_stale(now)
         predictions: list[Prediction] = []
@@ -188,6 +194,12 @@ class PrefetchCore:
     def next_wakeup(self) -> float | None:
         """When `tick` should be called, unless an event comes first; None: not before one does. May lie in
         the past."""
+        if not self._is_wakeup_known:
+            self._wakeup = self._next_wakeup()
+            self._is_wakeup_known = True
+        return self._wakeup
+
+    def _next_wakeup(self) -> float | None:
         earliest = self._said_at
         due = self.arbiter.next_wakeup()
         if due is not None and due < earliest:
@@ -311,6 +323,7 @@ class PrefetchCore:
         jobs, sequence.jobs = sorted(sequence.jobs), set()
         for job in jobs:
             waiters = self._waiters[job]
+            assert waiters is not None, f"job {job} lasts and sequence {number} has it"
             waiters.discard(number)
             if not waiters:
                 self._cancel(job)
@@ -334,21 +347,20 @@ class PrefetchCore:
 
     def _wait(self, job: int, sequence: int | None) -> None:
         """`sequence` waits for the job. One we do not know (it ended, or never arrived) cannot cancel
-        anything."""
-        known = self._sequences.get(sequence) if sequence is not None else None
-        waiters = self._waiters.get(job)
-        waiter = None if known is None else sequence
-        if waiters is None:
-            self._waiters[job] = {waiter}
-        else:
-            waiters.add(waiter)
-        if known is not None:
+        anything, and with it nobody can."""
+        known = None if sequence is None else self._sequences.get(sequence)
+        if sequence is None or known is None:
+            self._land(job)
+            self._waiters[job] = None
+            return
+        waiters = self._waiters.setdefault(job, set())
+        if waiters is not None:
+            waiters.add(sequence)
             known.jobs.add(job)
 
     def _land(self, job: int) -> None:
-        for number in self._waiters.pop(job, ()):
-            if number is not None:
-                self._sequences[number].jobs.discard(job)
+        for number in self._waiters.pop(job, None) or ():
+            self._sequences[number].jobs.discard(job)
 
     # --- jobs
 
@@ -362,16 +374,18 @@ class PrefetchCore:
 
     def _note_wakeups(self) -> None:
         """Predictors were told something, or have spoken: nothing else changes when they will."""
-        self._said_at = math.inf
+        said_at = math.inf
         for predictor in self._predictors:
             due = predictor.next_wakeup()
-            if due is not None and due < self._said_at:
-                self._said_at = due
+            if due is not None and due < said_at:
+                said_at = due
+        self._said_at = said_at
 
     def _kind_of(self, event: Event) -> _Kind:
         kind = type(event)
         listeners = tuple(p for p in self._predictors if kind in p.interests)
-        found = _Kind(self._reactions.get(kind), listeners, hasattr(event, "sequence"))
+        moves_wakeup = kind is not Evicted or bool(listeners)
+        found = _Kind(self._reactions.get(kind), listeners, hasattr(event, "sequence"), moves_wakeup)
         return self._kinds.setdefault(kind, found)
 
     def _protect(self, predictions: Iterable[Prediction], now: float) -> None:
@@ -385,6 +399,7 @@ class PrefetchCore:
             self._sweep_at = 2 * len(self._wanted_until) + 1024
 
     def _plan(self, predictions: list[Prediction], now: float) -> None:
+        self._is_wakeup_known = False
         if predictions:
             self._protect(predictions, now)
         plan = self.arbiter.plan(predictions, self.view, now, self._run_of)
@@ -411,9 +426,18 @@ class PrefetchCore:
             self._wait(number, prediction.sequence)
 
     def _open(self, job: Job) -> None:
-        block, mask, need_by, probability, predictor, sequence, owner, _ = job.prediction
-        self.ledger.plan(job.number, block, mask, predictor, owner, probability, job.record_bytes, need_by)
-        self._wait(job.number, sequence)
+        wanted = job.prediction
+        self.ledger.plan(
+            job.number,
+            wanted.block,
+            wanted.parts_mask,
+            wanted.predictor,
+            wanted.owner,
+            wanted.probability,
+            job.record_bytes,
+            wanted.need_by,
+        )
+        self._wait(job.number, wanted.sequence)
 
     def _withdraw_waiting(self, block: int, mask: int | None, reason: str) -> None:
         job = self.arbiter.waiting_on(block, mask)

@@ -34,7 +34,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,9 +109,9 @@ class _Rows:
         self.of: dict[int, int] = {}
         self.block: Ints = np.zeros(1024, np.int64)
         self.resident = np.zeros(1024, np.int32)
-        self.ahead = np.zeros(1024, np.int32)  # requests under way that have not read it
+        self.ahead: Floats = np.zeros(1024)  # requests under way that have not read it
         self.popular: Floats = np.zeros(1024)
-        self.exists = np.zeros(1024, np.bool_)  # on some tier of ours
+        self.exists: Floats = np.zeros(1024)  # 1: on some tier of ours. As a float, as it is multiplied with
         self.latest: list[_Stream | None] = []  # the stream that held it last
         self._free: list[int] = []
 
@@ -122,7 +121,7 @@ class _Rows:
         if row is None:
             row = self.of[block] = self._free.pop() if self._free else self._grown()
             self.block[row] = block
-            self.exists[row] = True
+            self.exists[row] = 1.0
         return row
 
     def forget(self, row: int) -> None:
@@ -186,7 +185,7 @@ class _Slots:
     def __init__(self, num_slots: int) -> None:
         self.state = np.zeros(num_slots, np.int8)
         self.since: Floats = np.zeros(num_slots)
-        self.risk: Floats = np.zeros((num_slots, NUM_AGES + 1))  # cumulative hazard at AGE_EDGES
+        self.risk: Floats = np.zeros((num_slots, NUM_AGES))  # cumulative hazard at the start of each age bin
         self.hazards: Floats = np.zeros((num_slots, NUM_AGES))
         self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
@@ -312,9 +311,12 @@ class Returns:
         is_full = now - self._asked_at <= self.FULL_S
         wanted = self._wanted(is_full)
         blocks, worths = self._rows.block[wanted].tolist(), self._worths(wanted).tolist()
-        predictions = list(map(self._prediction, wanted.tolist(), blocks, worths, repeat(now + self.LOOK_S)))
-        self._asked_for = {prediction.block for prediction in predictions}
-        return predictions
+        self._asked_for = set(blocks)
+        need_by = now + self.LOOK_S
+        return [
+            Prediction(block, None, need_by, self._lasting(worth), self.name, None, self._owner(row), worth)
+            for row, block, worth in zip(wanted.tolist(), blocks, worths, strict=True)
+        ]
 
     def next_wakeup(self) -> float | None:
         return self._look_at
@@ -410,7 +412,7 @@ class Returns:
         for row in rows:
             latest[row] = stream
         at = np.array(rows)
-        self._rows.exists[at] = True
+        self._rows.exists[at] = 1.0
         first = len(stream.rows)
         stream.rows += rows
         end = len(stream.rows)
@@ -460,7 +462,7 @@ class Returns:
         """The hazards of these slots, as the model sees them now."""
         slots = self._slots
         hazards = slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
-        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS).cumsum(-1)
+        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS)[..., :-1].cumsum(-1)
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -512,7 +514,7 @@ class Returns:
         """No tier has it: nothing to fetch, until it is stored again."""
         row = self._rows.of.get(block)
         if row is not None:
-            self._rows.exists[row] = False
+            self._rows.exists[row] = 0.0
 
     # --- worths
 
@@ -545,8 +547,10 @@ class Returns:
 
     def _worths(self, rows: Ints | slice) -> Floats:
         """As of the last refresh, but for streams that came or ended and blocks that were read since."""
-        ahead, exists = self._rows.ahead[rows], self._rows.exists[rows]
-        return np.asarray(exists * (np.maximum(self._worth[rows], 0.0) + ahead))
+        worths = np.maximum(self._worth[rows], 0.0)
+        worths += self._rows.ahead[rows]
+        worths *= self._rows.exists[rows]
+        return worths
 
     def _chances(self, live: Ints, now: float) -> Floats:
         """Of a return within the windows, for these slots of running and idle streams."""
@@ -579,7 +583,8 @@ class Returns:
         """Cumulative hazards, linear between the edges."""
         age_bin = np.minimum(AGE_EDGES.searchsorted(ages, side="right") - 1, NUM_AGES - 1)
         into = np.minimum(ages - AGE_EDGES[age_bin], AGE_WIDTHS[age_bin])
-        return np.asarray(self._slots.risk[slots, age_bin] + into * self._slots.hazards[slots, age_bin])
+        at = slots * NUM_AGES + age_bin  # in the flat tables: half the time of two indices
+        return np.asarray(self._slots.risk.take(at) + into * self._slots.hazards.take(at))
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
         """These idle streams did not return since the last time; those that never will are ended."""
@@ -601,20 +606,24 @@ class Returns:
         the resident one it would push out."""
         self._grow_worth()
         worth = self._worths(slice(0, len(self._rows)))
-        is_resident = self._rows.resident[: len(worth)] > 0
-        price = np.where(is_resident, 0.0, -worth)
-        best = least(price, self._reach)
-        best = best[price[best] < -self.FLOOR * self.window_s]
+        resident = np.flatnonzero(self._rows.resident[: len(worth)] > 0)
+        kept, worth[resident] = worth[resident], 0.0
+        bar = self.FLOOR * self.window_s
+        if is_full and len(kept) >= self._reach:  # what pays for no room at all is not worth sorting
+            bar = max(bar, self.MARGIN * float(kept.min()))
+        above = np.flatnonzero(worth > bar)
+        best = above[least(-worth[above], self._reach)]
         if not is_full:
             return best
-        kept = worth[is_resident]
         num_compared = min(len(best), len(kept))
         pays = worth[best[:num_compared]] > self.MARGIN * kept[least(kept, num_compared)]
         num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
         return best[:num_worth_it]
 
-    def _prediction(self, row: int, block: int, worth: float, need_by: float) -> Prediction:
+    def _lasting(self, worth: float) -> float:
+        """Probability of a use as long as a fetched block stays."""
+        return 1.0 if worth >= 1.0 else 1.0 - (1.0 - worth) ** (self.LASTING_S / self.window_s)
+
+    def _owner(self, row: int) -> Owner:
         stream = self._rows.latest[row]
-        owner = NOBODY if stream is None else stream.owner
-        lasting = 1.0 - (1.0 - min(1.0, worth)) ** (self.LASTING_S / self.window_s)
-        return Prediction(block, None, need_by, lasting, self.name, None, owner, worth)
+        return NOBODY if stream is None else stream.owner

@@ -281,9 +281,8 @@ class _Run:
         half made."""
         outbox, core = self._outbox, self.core
         while outbox:
-            event = outbox.popleft()
-            if core is not None:
-                self._obey(core.handle(event, self._now))
+            assert core is not None, "nobody else causes any"
+            self._obey(core.handle(outbox.popleft(), self._now))
 
     def _tell(self, event: Event) -> None:
         """An event for the core, if there is one."""
@@ -371,8 +370,7 @@ class _Run:
         turn.asked_at = self._now
         self._used(block)
         if self.policy.eviction is None or block not in self._stored:
-            self._count("recomputed", turn)
-            tokens = self._tokens(turn)
+            tokens = self._count("recomputed", turn)
             self._at(self._now + tokens / self.scenario.prefill_tokens_per_s, self._computed, turn)
             return
         self._grown(turn)
@@ -476,13 +474,15 @@ class _Run:
         left = turn.request.input_tokens - turn.cursor * whole
         return whole if left >= whole else max(1, left)
 
-    def _count(self, source: str, turn: _Turn) -> None:
-        if turn.time_slice is None:
-            return
-        if source in HITS:
-            turn.time_slice.hits += 1
-        self.counts.blocks[source] += 1
-        self.counts.tokens[source] += self._tokens(turn)
+    def _count(self, source: str, turn: _Turn) -> int:
+        """The block at the cursor comes from there. Its tokens."""
+        tokens = self._tokens(turn)
+        if turn.time_slice is not None:
+            if source in HITS:
+                turn.time_slice.hits += 1
+            self.counts.blocks[source] += 1
+            self.counts.tokens[source] += tokens
+        return tokens
 
     # --- reads
 
@@ -546,7 +546,8 @@ class _Run:
     def _evicted(self, block: int) -> None:
         if self._oracle is not None:
             self._oracle.absent(block)
-        self._outbox.append(Evicted(block))
+        if self.core is not None:
+            self._outbox.append(Evicted(block))
 
     def _not_kept(self, block: int) -> None:
         """A stored block had no room in staging, or was not worth its victim."""

@@ -53,7 +53,9 @@ class ReplayStaging:
 
     def price(self, now: float) -> float:
         """What the block that leaves for a newcomer is worth; 0 while there is a free place."""
-        return 0.0 if self.has_free else self.policy.price(now)
+        if len(self.resident) + self.reserved < self.capacity:
+            return 0.0
+        return self.policy.price(now)
 
     def leading(self, blocks: Iterable[int]) -> int:
         """Length of the leading run that is resident."""
@@ -67,7 +69,7 @@ class ReplayStaging:
     def reserve(self, block: int, now: float) -> bool:
         """Make a place for a block that will come, evicting if need be. False: no room, or not worth its
         victim."""
-        if not self.has_free:
+        if len(self.resident) + self.reserved >= self.capacity:
             protects = self.protects
             victim = self.policy.victim(now, (lambda other: protects(other, now)) if protects else None)
             if victim is None or not self._admit(block, victim):

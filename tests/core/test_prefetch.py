@@ -386,7 +386,15 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def waiters_and_sequences_agree(self):
         for number, sequence in self.core._sequences.items():
-            assert sequence.jobs == {j for j, waiters in self.core._waiters.items() if number in waiters}
+            assert sequence.jobs == {
+                j for j, waiters in self.core._waiters.items() if waiters and number in waiters
+            }
+
+    @invariant()
+    def the_wakeup_that_is_remembered_is_the_wakeup(self):
+        remembered = self.core.next_wakeup()
+        self.core._is_wakeup_known = False
+        assert self.core.next_wakeup() == remembered
 
     @invariant()
     def what_is_ahead_is_what_live_sequences_have_not_passed(self):
