@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -87,7 +87,7 @@ def _counted(told: _Told) -> tuple[bytes, int]:
 
 
 class _Segment:
-    __slots__ = ("above", "content", "grows", "hashes", "held", "key", "label", "told")
+    __slots__ = ("above", "content", "hashes", "held", "key", "label", "told")
 
     def __init__(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> None:
         self.above = above
@@ -95,7 +95,6 @@ class _Segment:
         self.content = bytearray()
         self.told = told  # not read yet, comes after `content`
         self.held = 0  # blocks held: `_ONE[tier]` for each
-        self.grows = False  # what is told below its last block becomes part of it
         self.label = label
         self.key = b""  # its name in `_Branches.known`, once it has one
 
@@ -167,6 +166,9 @@ class HeldBlocks:
             (cpu, hbm, _ONE[1]),
         )  # of a tier: its own, the other's, what counts one
         self._gone: dict[Hashable, _Segment] = {}  # stand amid a segment, and are held in no tier
+        self._tips: dict[
+            Hashable, _Segment
+        ] = {}  # what is told below one of these becomes part of the segment it ends
         self._below: dict[Hashable, _Branches] = {}
         self._unread: dict[_Segment, None] = {}  # told much at once, and not read
 
@@ -202,8 +204,8 @@ class HeldBlocks:
         if not self._are_new(hashes):
             self._store_each(above, hashes, told, tier, label)
             return
-        segment = self._ending(above)
-        if segment is None or not segment.grows or label:
+        segment = None if label else self._tips.pop(above, None)
+        if segment is None:
             segment = self._begin(above, list(hashes), [(told, len(hashes))], label)
         else:
             segment.hashes += hashes
@@ -219,23 +221,23 @@ class HeldBlocks:
     def store_one(self, above: Hashable, block_hash: Hashable, told: bytes, tier: HostTier) -> None:
         """As `store`, of a single block without a label: what is told most."""
         mine, other, one = self._sides[tier]
-        segment = mine.get(above)
+        tips, before = self._tips, len(mine)
+        segment = tips.get(above)
         if (
             segment is None
-            or not segment.grows
-            or segment.hashes[-1] != above
-            or block_hash in mine
             or block_hash in other
             or block_hash in self._gone
+            or block_hash in self._below
+            or not mine.setdefault(block_hash, segment)
+            or len(mine) == before
         ):
             self.store(above, [block_hash], told, tier)
             return
+        del tips[above]
+        tips[block_hash] = segment
         segment.hashes.append(block_hash)
         segment.told.append(told)
-        mine[block_hash] = segment
         segment.held += one
-        if block_hash in self._below:
-            segment.grows = False
 
     def read_ahead(self, max_blocks: int) -> bool:
         """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
@@ -261,7 +263,8 @@ class HeldBlocks:
 
     def _let_grow(self, segment: _Segment) -> None:
         """What comes below its last block becomes part of it, unless something is there already."""
-        segment.grows = segment.hashes[-1] not in self._below
+        if (last := segment.hashes[-1]) not in self._below:
+            self._tips[last] = segment
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
@@ -273,8 +276,35 @@ class HeldBlocks:
 
     def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
         """Blocks are no longer held; those that were not are passed over."""
-        mine, other, one = self._sides[tier]
-        for block_hash, segment in zip(hashes, map(mine.pop, hashes, repeat(None)), strict=True):
+        found = list(map(self._held[tier].pop, hashes, repeat(None)))
+        if len(found) > 1 and found[0] is found[1]:
+            self._lose_runs(hashes, found, tier)
+        else:
+            self._lose(hashes, found, tier)
+
+    def _lose_runs(self, hashes: Sequence[Hashable], found: list[_Segment | None], tier: HostTier) -> None:
+        """Segments lost blocks: many at a time, mostly from their ends and the last one first."""
+        _, other, one = self._sides[tier]
+        at = 0
+        for segment, run in groupby(found):
+            size = len(list(run))
+            went, at = hashes[at : at + size], at + size
+            if segment is None:
+                continue
+            left = segment.held - size * one
+            if not left:
+                self._end(segment)
+            elif not other and segment.hashes[-size:] == went[::-1]:
+                segment.held = left
+                del segment.hashes[-size:]
+                self._tips.pop(went[0], None)
+            else:
+                self._lose(went, repeat(segment, size), tier)
+
+    def _lose(self, hashes: Sequence[Hashable], found: Iterable[_Segment | None], tier: HostTier) -> None:
+        """Each of these segments lost a block."""
+        (_, other, one), tips = self._sides[tier], self._tips
+        for block_hash, segment in zip(hashes, found, strict=True):
             if segment is None:
                 continue
             segment.held = left = segment.held - one
@@ -284,7 +314,7 @@ class HeldBlocks:
                 continue
             elif (standing := segment.hashes)[-1] == block_hash:
                 standing.pop()
-                segment.grows = False  # its tokens may still be there
+                tips.pop(block_hash, None)  # its tokens may still be there: what comes next is no part of it
             else:
                 self._gone[block_hash] = segment
 
@@ -299,6 +329,7 @@ class HeldBlocks:
             segment.key = b""
             if not segment.held:
                 self._unread.pop(segment, None)
+                self._tips.pop(segment.hashes[-1], None)
             else:
                 self._below.setdefault(segment.above, _Branches()).new[segment] = None
                 self._gone.update(
@@ -353,19 +384,12 @@ class HeldBlocks:
         if branches is None:
             branches = self._below[above] = _Branches()
         branches.new[segment] = None
-        ending = self._ending(above)
-        if ending is not None:
-            ending.grows = False
+        self._tips.pop(above, None)
         return segment
-
-    def _ending(self, block_hash: Hashable) -> _Segment | None:
-        """The segment whose last block this is."""
-        one, other = self._held
-        segment = one.get(block_hash) or other.get(block_hash) or self._gone.get(block_hash)
-        return segment if segment is not None and segment.hashes[-1] == block_hash else None
 
     def _end(self, segment: _Segment) -> None:
         self._unread.pop(segment, None)
+        self._tips.pop(segment.hashes[-1], None)
         if self._gone:
             for block_hash in segment.hashes:
                 self._gone.pop(block_hash, None)
@@ -435,11 +459,12 @@ class HeldBlocks:
         held = self._held[0].keys() | self._held[1].keys()
         assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
-        for segment in segments:
-            if segment.grows:
-                assert segment.hashes[-1] not in self._below, "a segment would grow where another begins"
-                tokens = len(segment.content) // self.width + sum(_counted(told)[1] for told in segment.told)
-                assert tokens == len(segment.hashes), "a segment would grow past tokens of blocks that went"
+        for last, segment in self._tips.items():
+            assert segment in segments, "a segment that is gone would grow"
+            assert segment.hashes[-1] == last, "a segment would grow amid"
+            assert last not in self._below, "a segment would grow where another begins"
+            tokens = len(segment.content) // self.width + sum(_counted(told)[1] for told in segment.told)
+            assert tokens == len(segment.hashes), "a segment would grow past tokens of blocks that went"
 
 
 def _first(pair: tuple[int, _Segment]) -> int:

@@ -60,7 +60,6 @@ __all__ = [
 ROUTER_RETRY_S = 0.01
 _DONTWAIT = int(zmq.DONTWAIT)  # a plain int costs libzmq's wrapper less than the enum
 _EVENTS = int(zmq.EVENTS)
-_RCVMORE = int(zmq.RCVMORE)
 ZAP_DOMAIN = b"dpurt"
 Kind = Literal["DEALER", "ROUTER", "PUB", "SUB", "REP"]
 Part = bytes | memoryview | zmq.Frame
@@ -214,13 +213,15 @@ class ZmqSocket:
         return frames[: self.options.max_parts]
 
     def _receive_bytes(self) -> list[bytes]:
-        """As `_receive`, copied at once: cheaper for what is small or is copied anyway."""
-        socket = self._socket
-        parts = [socket.recv(_DONTWAIT)]
-        while socket.getsockopt(_RCVMORE):
-            part = socket.recv(_DONTWAIT)
+        """As `_receive`, copied at once: for what is small or is copied anyway. A frame knows whether more follow; to ask the
+        socket that costs three times what it does to receive.
+        """
+        frame = self._socket.recv(_DONTWAIT, copy=False)
+        parts = [frame.bytes]
+        while frame.more:
+            frame = self._socket.recv(_DONTWAIT, copy=False)
             if len(parts) <= self.options.max_parts:
-                parts.append(part)
+                parts.append(frame.bytes)
         self.stats.received += 1
         self.stats.cut += len(parts) > self.options.max_parts
         return parts[: self.options.max_parts]
