@@ -27,6 +27,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import trio
 
@@ -111,20 +112,17 @@ class OperationQueue:
         if length == 0 and kind != "flush":
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        self._enqueue(operation)
+        self.stats.in_flight += 1
+        self._waiting.append(operation)
+        self._launch_waiting()
         if operation.is_answered:
             await trio.lowlevel.cancel_shielded_checkpoint()
         else:
             if deadline < math.inf:
                 self._set_alarm(operation, deadline)
-            await self._sleep(operation)
+            operation.asker = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(partial(self._abort, operation))
         self._conclude(operation)
-
-    async def read(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self.run("read", offset, total_bytes(buffers), buffers, deadline)
-
-    async def write(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self.run("write", offset, total_bytes(buffers), buffers, deadline)
 
     def answer(self, operation: Operation, error: BdevError | None = None) -> None:
         """The device is done with the operation and its buffers."""
@@ -182,11 +180,6 @@ class OperationQueue:
 
     # --- inside ---
 
-    def _enqueue(self, operation: Operation) -> None:
-        self.stats.in_flight += 1
-        self._waiting.append(operation)
-        self._launch_waiting()
-
     def _launch_waiting(self) -> None:
         if self._is_launching:  # a device that answers at once must not nest a call per operation
             return
@@ -198,13 +191,9 @@ class OperationQueue:
             self._launch(operation)
         self._is_launching = False
 
-    async def _sleep(self, operation: Operation) -> None:
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._give_up(operation)
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        operation.asker = trio.lowlevel.current_task()
-        await trio.lowlevel.wait_task_rescheduled(abort)
+    def _abort(self, operation: Operation, _: object) -> trio.lowlevel.Abort:
+        self._give_up(operation)
+        return trio.lowlevel.Abort.SUCCEEDED
 
     def _conclude(self, operation: Operation) -> None:
         """The asker is awake again: the operation is answered, or past its deadline."""
@@ -303,12 +292,12 @@ class QueuedBdev:
         await trio.lowlevel.checkpoint()  # for a backend that needs to be told nothing
 
     async def read_into(self, offset: int, buffers: Sequence[memoryview], deadline: float) -> None:
-        await self._queue.read(offset, buffers, deadline)
+        await self._queue.run("read", offset, total_bytes(buffers), buffers, deadline)
 
     async def write_from(
         self, offset: int, buffers: Sequence[memoryview], deadline: float, *, placement: int = 0
     ) -> None:
-        await self._queue.write(offset, buffers, deadline)
+        await self._queue.run("write", offset, total_bytes(buffers), buffers, deadline)
 
     async def deallocate(self, offset: int, length: int, deadline: float) -> None:
         await self._queue.run("deallocate", offset, length, (), deadline)

@@ -14,11 +14,21 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from dpurt.bdev import DeviceMemory
 from dpurt.bdev.buffers import address_of
 
-__all__ = ["BOUNCE_CHUNK_BYTES", "BouncePool", "MemoryMap", "OwnMemory", "Transfer", "TransferLimits", "plan"]
+__all__ = [
+    "BOUNCE_CHUNK_BYTES",
+    "BouncePool",
+    "Bounced",
+    "MemoryMap",
+    "OwnMemory",
+    "Transfer",
+    "TransferLimits",
+    "plan",
+]
 
 BOUNCE_CHUNK_BYTES = 64 << 10
 _Pieces = Sequence[tuple[int, int]]
@@ -93,10 +103,17 @@ class TransferLimits:
 
 @dataclass(slots=True)
 class Transfer:
-    """What one request moves: the first `length` bytes of an operation's pieces."""
+    """What one request moves: the first `length` bytes of an operation's pieces; `bounced` where some go the long way."""
 
     length: int = 0
     segments: list[tuple[int, int]] = field(default_factory=list)
+    bounced: Bounced | None = None
+
+
+@dataclass(slots=True)
+class Bounced:
+    """The chunks of the bounce area that a transfer has, and what is to be copied there or back."""
+
     chunks: list[int] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # (in the chunk, the caller's, length)
 
@@ -124,12 +141,12 @@ def plan(pieces: _Pieces, limits: TransferLimits, memory: MemoryMap, bounce: Bou
 
 
 def _direct(transfer: Transfer, address: int, length: int, limits: TransferLimits) -> int:
-    wanted = min(length, limits.total_bytes - transfer.length)
     segments = transfer.segments
+    wanted = min(length, limits.total_bytes - transfer.length)
     step = limits.segment_bytes or wanted
     done = min(wanted, step * (limits.segments - len(segments)))
     if done > 0:
-        segments += [(at, step) for at in range(address, address + done, step)]
+        segments += zip(range(address, address + done, step), repeat(step), strict=False)
         if rest := done % step:
             segments[-1] = (address + done - rest, rest)
     return done
@@ -140,26 +157,29 @@ def _bounced(
 ) -> int:
     wanted = min(length, limits.total_bytes - transfer.length)
     done = 0
+    bounced = transfer.bounced = transfer.bounced or Bounced()
     while done < wanted:
-        place, room = _bounce_place(transfer, limits, bounce)
+        place, room = _bounce_place(transfer.segments, bounced, limits, bounce)
         if not room:
             break
         size = min(room, wanted - done)
-        transfer.copies.append((place, address + done, size))
+        bounced.copies.append((place, address + done, size))
         start, before = transfer.segments[-1]
         transfer.segments[-1] = (start, before + size)
         done += size
     return done
 
 
-def _bounce_place(transfer: Transfer, limits: TransferLimits, bounce: BouncePool) -> tuple[int, int]:
+def _bounce_place(
+    segments: list[tuple[int, int]], bounced: Bounced, limits: TransferLimits, bounce: BouncePool
+) -> tuple[int, int]:
     """Where the last segment can grow in the bounce area, and by how much; a new segment if need be."""
-    if transfer.chunks and transfer.segments:
-        start, used = transfer.segments[-1]
-        if start == transfer.chunks[-1] and used < bounce.chunk_bytes:
+    if bounced.chunks and segments:
+        start, used = segments[-1]
+        if start == bounced.chunks[-1] and used < bounce.chunk_bytes:
             return start + used, bounce.chunk_bytes - used
-    if len(transfer.segments) == limits.segments or (chunk := bounce.take()) is None:
+    if len(segments) == limits.segments or (chunk := bounce.take()) is None:
         return 0, 0
-    transfer.chunks.append(chunk)
-    transfer.segments.append((chunk, 0))
+    bounced.chunks.append(chunk)
+    segments.append((chunk, 0))
     return chunk, bounce.chunk_bytes

@@ -1,12 +1,12 @@
 """One virtio-blk queue in shared memory: requests in, their status out.
 
 Each request has a slot for what virtio-blk puts around the data: its header, the range of a discard, and the byte the
-device writes its status to. A slot is taken with the request and free again when the device has answered.
+device writes its status to. The slot is that of the first descriptor of its chain: free when that is.
 
     session memory, per ring:  [ queue (see dpurt.wire.virtqueue) | slots of 64 bytes ]
 
-Kicks are for the caller to ask for (`flush`): several requests of one turn of the loop are shown to the device at
-once, with one kick, and only if it wants one.
+Each request is shown to the device at once, which begins sooner than if all requests of one turn of the loop waited
+for the last; the kick, a system call, is made only if the device wants one, and one that is busy does not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class BlkRing(Generic[_Token]):
         self.kick_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._slots = memory[layout.total : self.bytes_needed(layout)]
         self._slots_address = address + layout.total
-        self._free_slots = list(range(layout.size - 1, -1, -1))
+        starts = range(self._slots_address, self._slots_address + layout.size * _SLOT_BYTES, _SLOT_BYTES)
+        self._around = [((at, virtio_blk.HEADER_BYTES), (at + _STATUS_AT, 1)) for at in starts]
         self._queue: SplitQueue[tuple[int, _Token]] = SplitQueue(
             memory[: layout.total], address, layout, fence=fence, has_event_idx=has_event_idx
         )
@@ -61,40 +62,30 @@ class BlkRing(Generic[_Token]):
         """Requests the device has."""
         return self._queue.num_published
 
-    @property
-    def is_polled(self) -> bool:
-        """The device wants no kicks."""
-        return self._queue.is_polled
-
     def tokens(self) -> list[_Token]:
         """Of every request without an answer."""
         return [token for _, token in self._queue.tokens()]
 
     def move(self, kind: int, offset: int, segments: Sequence[tuple[int, int]], token: _Token) -> bool:
         """A read, write or (without segments) flush. False: no room now."""
-        if not self._free_slots:
+        slot = self._queue.next_head
+        if slot < 0:
             return False
-        slot = self._free_slots[-1]
         header, status = self._prepare(slot, kind, offset)
         if kind == virtio_blk.READ:
-            return self._add(slot, [header], [*segments, status], token)
-        return self._add(slot, [header, *segments], [status], token)
+            return self._show(slot, (header,), (*segments, status), token)
+        return self._show(slot, (header, *segments), (status,), token)
 
     def deallocate(self, kind: int, offset: int, length: int, token: _Token) -> bool:
         """A discard or write-zeroes. False: no room now."""
-        if not self._free_slots:
+        slot = self._queue.next_head
+        if slot < 0:
             return False
-        slot = self._free_slots[-1]
         header, status = self._prepare(slot, kind, 0)
         at = slot * _SLOT_BYTES + _RANGE_AT
         virtio_blk.pack_range(self._slots[at:], kind, offset, length)
         range_ = (self._slots_address + at, virtio_blk.RANGE_BYTES)
-        return self._add(slot, [header, range_], [status], token)
-
-    def flush(self) -> None:
-        """Show the device what was added, and wake it if it asks for that."""
-        if self._queue.has_unpublished and self._queue.publish():
-            self.kick()
+        return self._show(slot, (header, range_), (status,), token)
 
     def kick(self) -> None:
         os.eventfd_write(self.kick_fd, 1)
@@ -102,9 +93,7 @@ class BlkRing(Generic[_Token]):
     def answers(self) -> Iterator[tuple[_Token, int]]:
         """(token, status) of each request that came back. Raises RemoteProtocolError as `completions` does."""
         for (slot, token), _ in self._queue.completions():
-            status = self._slots[slot * _SLOT_BYTES + _STATUS_AT]
-            self._free_slots.append(slot)
-            yield token, status
+            yield token, self._slots[slot * _SLOT_BYTES + _STATUS_AT]
 
     def close(self) -> None:
         os.close(self.kick_fd)
@@ -112,13 +101,13 @@ class BlkRing(Generic[_Token]):
     # --- inside ---
 
     def _prepare(self, slot: int, kind: int, offset: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where the slot's header and status are, (address, length)."""
         at = slot * _SLOT_BYTES
         virtio_blk.pack_header(self._slots, at, kind, offset)
         self._slots[at + _STATUS_AT] = virtio_blk.STATUS_NONE
-        address = self._slots_address + at
-        return (address, virtio_blk.HEADER_BYTES), (address + _STATUS_AT, 1)
+        return self._around[slot]
 
-    def _add(
+    def _show(
         self,
         slot: int,
         readable: Sequence[tuple[int, int]],
@@ -127,5 +116,6 @@ class BlkRing(Generic[_Token]):
     ) -> bool:
         if not self._queue.add(readable, writable, (slot, token)):
             return False
-        self._free_slots.pop()
+        if self._queue.publish():
+            self.kick()
         return True

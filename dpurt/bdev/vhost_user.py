@@ -3,10 +3,10 @@
 The back end maps the arena and moves bytes between the device and our slots by itself; this process writes a few
 descriptors, and reads one byte of status per request. Buffers outside of added memory go through a bounce area.
 
-Theory of operation. An operation becomes one request after the other, each as large as the limits allow. Requests
-are put into the ring as they come; the device is shown them at once if it is idle or polls, else once per turn of the
-loop, with at most one kick. Where there is no room (ring, bounce area) the operation waits its turn among the *starved*. A system
-task lives through one `Session` after the other: it wakes on completions, notices loss, reconnects with back-off.
+Theory of operation. An operation becomes one request after the other, each as large as the limits allow. The device
+is shown each as it comes. Where there is no room (ring, bounce area) the operation waits its turn among the *starved*.
+A system task lives through one `Session` after the other: it wakes on completions, notices loss, reconnects with
+back-off.
 
 When the back end is lost, what is new fails at once with status "unavailable", and what the back end held ends when it
 can no longer touch our memory (`dpurt.bdev.vhost_session` argues when that is): at once if its process died. Until
@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,13 +56,8 @@ _LOSSES = (OSError, RemoteProtocolError, trio.TooSlowError, trio.ClosedResourceE
 _KINDS = {"read": virtio_blk.READ, "write": virtio_blk.WRITE}
 
 
-@dataclass(slots=True)
-class _Request:
-    """What the device has: one step of an operation."""
-
-    operation: Operation
-    length: int
-    transfer: Transfer | None = None
+_Request = tuple[Operation, Transfer]
+"""What the device has: one step of an operation. What has no data to move has a transfer without segments."""
 
 
 class VhostUserBdev(QueuedBdev):
@@ -160,7 +155,7 @@ class VhostUserBdev(QueuedBdev):
                 await self._reconnect()
         if self._session is not None:
             self._leave(self._session)
-        self._queue.abandon(request.operation for left in self._left for request in left.tokens())
+        self._queue.abandon(operation for left in self._left for operation, _ in left.tokens())
         self._ended.set()
 
     def _leave(self, session: Session[_Request]) -> None:
@@ -182,8 +177,8 @@ class VhostUserBdev(QueuedBdev):
                 is_dead = await session.has_died(delay)
                 delay = min(2 * delay, _LAST_LOOK_S)
                 self._reap_left(session)
-            for request in session.tokens():
-                self._refuse(request.operation)
+            for operation, _ in session.tokens():
+                self._refuse(operation)
         finally:
             self._left.discard(session)
             session.close()
@@ -251,7 +246,6 @@ class VhostUserBdev(QueuedBdev):
         """Hold back requests until the device has none, then give the memory."""
         self._is_paused = True
         try:
-            session.flush()
             while session.num_held and session.lost_because is None:
                 self._dry = trio.Event()
                 await self._dry.wait()
@@ -288,31 +282,30 @@ class VhostUserBdev(QueuedBdev):
         """Put the operation's next request into a ring. False: no room now."""
         ring = min(session.rings, key=_num_held) if len(session.rings) > 1 else session.rings[0]
         if operation.kind in _KINDS:
-            is_sent = self._send_transfer(session, ring, operation)
-        elif operation.kind == "flush":
-            is_sent = self._send_flush(session, ring, operation)
-        else:
-            is_sent = self._send_deallocate(session, ring, operation)
-        if is_sent:
-            session.flush_soon(ring)
-        return is_sent
+            return self._send_transfer(session, ring, operation)
+        if operation.kind == "flush":
+            return self._send_flush(session, ring, operation)
+        return self._send_deallocate(session, ring, operation)
 
     def _send_transfer(
         self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation
     ) -> bool:
         transfer = plan(operation.pieces, self._limits, session.memory, session.bounce)
-        request = _Request(operation, transfer.length, transfer)
+        bounced = transfer.bounced
+        if bounced is not None and operation.kind == "write":
+            bounced.copy_in()
         offset = operation.offset + operation.moved
-        if not transfer.length or not ring.move(_KINDS[operation.kind], offset, transfer.segments, request):
-            session.bounce.give_back(transfer.chunks)
-            return False
-        if operation.kind == "write":
-            transfer.copy_in()
-        return True
+        if transfer.length and ring.move(
+            _KINDS[operation.kind], offset, transfer.segments, (operation, transfer)
+        ):
+            return True
+        if bounced is not None:
+            session.bounce.give_back(bounced.chunks)
+        return False
 
     def _send_flush(self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation) -> bool:
         if BlkFeature.FLUSH in session.features:
-            return ring.move(virtio_blk.FLUSH, 0, (), _Request(operation, 0))
+            return ring.move(virtio_blk.FLUSH, 0, (), (operation, Transfer()))
         self._answer_unsent(operation)
         return True
 
@@ -328,39 +321,37 @@ class VhostUserBdev(QueuedBdev):
             self._answer_unsent(operation)
             return True
         length = min(operation.length - operation.moved, most)
-        return ring.deallocate(kind, operation.offset + operation.moved, length, _Request(operation, length))
+        offset = operation.offset + operation.moved
+        return ring.deallocate(kind, offset, length, (operation, Transfer(length)))
 
     def _reap(self, session: Session[_Request]) -> None:
         """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError."""
-        session.is_reaping = True
         try:
             for ring in session.rings:
-                for request, status in ring.answers():
-                    self._take_answer(session, request, status)
+                for (operation, transfer), status in ring.answers():
+                    self._take_answer(session, operation, transfer, status)
         finally:
             self._feed()
-            session.is_reaping = False
-        if session.lost_because is None:
-            session.flush()
         if not session.num_held:
             self._dry.set()
 
-    def _take_answer(self, session: Session[_Request], request: _Request, status: int) -> None:
-        operation, transfer = request.operation, request.transfer
+    def _take_answer(
+        self, session: Session[_Request], operation: Operation, transfer: Transfer, status: int
+    ) -> None:
         is_hint = status == virtio_blk.STATUS_UNSUPPORTED and operation.kind == "deallocate"
         is_good = status == virtio_blk.STATUS_OK or is_hint
-        if transfer is not None:
+        if transfer.bounced is not None:
             if is_good and operation.kind == "read" and operation.settled is None:
-                transfer.copy_out()
-            session.bounce.give_back(transfer.chunks)
+                transfer.bounced.copy_out()
+            session.bounce.give_back(transfer.bounced.chunks)
         if not is_good:
             self._queue.answer(operation, self._queue.failure(operation, "io_error", _words(status)))
             return
-        operation.moved += request.length
+        operation.moved += transfer.length
         if operation.moved == operation.length or operation.settled is not None:
             self._queue.answer(operation)  # or nobody waits any more
         else:
-            operation.pieces = _rest(operation.pieces, request.length)
+            operation.pieces = _rest(operation.pieces, transfer.length)
             self._launch(operation)
 
     def _feed(self) -> None:

@@ -40,7 +40,6 @@ _Token = TypeVar("_Token")
 _Pieces = Sequence[tuple[int, int]]
 
 _DESCRIPTOR = struct.Struct("<QIHH")  # address, length, flags, next
-_FLAGS_AT, _NEXT_AT = 32, 48  # bits in the second half of a descriptor, as one number
 _NEXT, _WRITE, _INDIRECT = 1, 2, 4
 _NO_INTERRUPT = _NO_NOTIFY = 1
 _WRAP = 0xFFFF
@@ -49,13 +48,13 @@ _LINE = 64  # what the two sides write lies on different cache lines
 
 @functools.cache
 def _table(num_readable: int, num_writable: int) -> tuple[Callable[..., None], tuple[int, ...]]:
-    """How to pack an indirect table, two numbers a descriptor; and what to add to each length: flags, and the next one."""
+    """How to pack an indirect table, and its fields, four a descriptor, with addresses and lengths left out."""
     count = num_readable + num_writable
-    links = [_NEXT << _FLAGS_AT | i + 1 << _NEXT_AT for i in range(count)]
-    links[-1] = 0
-    for i in range(num_readable, count):
-        links[i] |= _WRITE << _FLAGS_AT
-    return struct.Struct("<" + "QQ" * count).pack_into, tuple(links)
+    fields = []
+    for i in range(count):
+        link = (_NEXT, i + 1) if i + 1 < count else (0, 0)
+        fields += [0, 0, link[0] | (_WRITE if i >= num_readable else 0), link[1]]
+    return struct.Struct("<" + "QIHH" * count).pack_into, tuple(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +112,7 @@ class SplitQueue(Generic[_Token]):
         self._used_ring = memory[layout.used + 4 : layout.used + 4 + 8 * size].cast("I")
         event = layout.used + 4 + 8 * size
         self._avail_event = memory[event : event + 2].cast("H")
+        self._max_indirect = layout.max_indirect
         self._indirect_at = layout.indirect
         self._indirect_bytes = layout.max_indirect * _DESCRIPTOR.size
         self._free = list(range(size - 1, -1, -1))
@@ -131,13 +131,9 @@ class SplitQueue(Generic[_Token]):
         return len(self._free)
 
     @property
-    def has_unpublished(self) -> bool:
-        return bool(self._added)
-
-    @property
-    def is_polled(self) -> bool:
-        """The device looks by itself: it wants no kicks."""
-        return not self._has_event_idx and bool(self._used_head[0] & _NO_NOTIFY)
+    def next_head(self) -> int:
+        """The first descriptor of the chain that is added next, -1 if there is room for none."""
+        return self._free[-1] if self._free else -1
 
     def tokens(self) -> list[_Token]:
         """Of every chain that has not come back, oldest first."""
@@ -146,7 +142,7 @@ class SplitQueue(Generic[_Token]):
     def add(self, readable: _Pieces, writable: _Pieces, token: _Token) -> bool:
         """Append a chain of (address, length) pieces; False if there is no room for it now."""
         count = len(readable) + len(writable)
-        is_indirect = 1 < count <= self.layout.max_indirect
+        is_indirect = 1 < count <= self._max_indirect
         needed = 1 if is_indirect else count
         if not 1 <= needed <= self.layout.size:
             raise LocalProtocolError("chain_length", f"{count} pieces in a queue of {self.layout.size}")
@@ -180,9 +176,10 @@ class SplitQueue(Generic[_Token]):
         """
         self._quieten()
         while True:
-            while self._num_returned():
+            while count := self._num_returned():
                 self._fence()  # 3
-                yield self._retire()
+                for _ in range(count):
+                    yield self._retire()
             self._ask_for_signal()
             self._fence()  # 2
             if not self._num_returned():
@@ -192,12 +189,11 @@ class SplitQueue(Generic[_Token]):
 
     def _write_indirect(self, head: int, readable: _Pieces, writable: _Pieces) -> None:
         at = self._indirect_at + head * self._indirect_bytes
-        pack, links = _table(len(readable), len(writable))
-        pieces = (*readable, *writable)
-        pack(
-            self._memory, at, *[n for (a, b), link in zip(pieces, links, strict=True) for n in (a, b | link)]
-        )
-        length = len(pieces) * _DESCRIPTOR.size
+        pack, empty = _table(len(readable), len(writable))
+        fields = list(empty)
+        fields[::4], fields[1::4] = zip(*readable, *writable, strict=True)
+        pack(self._memory, at, *fields)
+        length = len(fields) // 4 * _DESCRIPTOR.size
         _DESCRIPTOR.pack_into(self._memory, head * _DESCRIPTOR.size, self.address + at, length, _INDIRECT, 0)
 
     def _write_direct(self, chain: tuple[int, ...], readable: _Pieces, writable: _Pieces) -> None:

@@ -229,19 +229,6 @@ async def test_a_polling_back_end_is_not_kicked(socket_path: Path, region: Memfd
             assert target.num_kicks == before
 
 
-async def test_operations_of_one_turn_cost_few_kicks(
-    target: FakeVhostTarget, socket_path: Path, region: MemfdRegion
-) -> None:
-    async with opened(socket_path, region) as bdev:
-        await bdev.read_into(0, [region.view[:512]], soon())
-        before = target.num_kicks
-        async with trio.open_nursery() as nursery:
-            for i in range(64):
-                nursery.start_soon(bdev.read_into, 0, [region.view[i * 512 : (i + 1) * 512]], soon())
-        assert target.num_requests == 65
-        assert target.num_kicks - before <= 4
-
-
 async def test_many_operations_that_need_no_device_end_without_a_recursion(
     socket_path: Path, region: MemfdRegion
 ) -> None:

@@ -402,7 +402,7 @@ async def test_what_is_launched_ahead_takes_the_places_of_those_that_ended_and_n
     queue = OperationQueue(replace(MemoryBdev(1 << 20).info, queue_depth=3), launched.append)
     async with trio.open_nursery() as nursery:
         for i in range(8):
-            nursery.start_soon(queue.read, i * 4096, [aligned_buffer(4096)], INF)
+            nursery.start_soon(queue.run, "read", i * 4096, 4096, [aligned_buffer(4096)], INF)
         await trio.testing.wait_all_tasks_blocked()
         assert len(launched) == 3
         queue.launch_ahead(2)
