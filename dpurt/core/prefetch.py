@@ -350,7 +350,8 @@ class PrefetchCore:
         anything, and with it nobody can."""
         known = None if sequence is None else self._sequences.get(sequence)
         if sequence is None or known is None:
-            self._land(job)
+            if self._waiters.get(job):
+                self._land(job)
             self._waiters[job] = None
             return
         waiters = self._waiters.setdefault(job, set())

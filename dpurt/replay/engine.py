@@ -21,13 +21,13 @@ equal scenarios give equal results.
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
 
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.device_model import DeviceProfile
@@ -267,14 +267,14 @@ class _Run:
         heap, outbox = self._heap, self._outbox
         is_last = end == float("inf")
         while heap and heap[0][0] < end and (self._open_turns or not is_last):
-            self._now, _, action, argument = heapq.heappop(heap)
+            self._now, _, action, argument = heappop(heap)
             action(argument)
             if outbox:
                 self._send_outbox()
 
     def _at(self, when: float, action: Callable[..., None], argument: object) -> None:
         self._scheduled += 1
-        heapq.heappush(self._heap, (when, self._scheduled, action, argument))
+        heappush(self._heap, (when, self._scheduled, action, argument))
 
     def _send_outbox(self) -> None:
         """Tell the core what its commands, or a demand read, caused: never from inside those, where room is

@@ -23,6 +23,7 @@ from dpurt.core.eviction import (
     Protect,
     S3Fifo,
     _AgeOrder,
+    least,
     make_policy,
 )
 
@@ -604,3 +605,19 @@ def test_a_touched_block_is_not_the_next_to_leave_whatever_it_was_worth() -> Non
     assert policy.victim(0.0) == 3
     policy.touch([3], 0.1)
     assert policy.victim(0.1) == 6
+
+
+def test_more_blocks_than_the_capacity_are_ranked_like_others() -> None:
+    policy = filled(make_policy("predicted", 2), range(9))
+    policy.touch([3, 0], 0.0)
+    policy.remove(5, evicted=False)
+    assert drain(policy) == [1, 2, 4, 6, 7, 8, 3, 0]
+
+
+@pytest.mark.parametrize("count", [3, 40, 200, 500])
+def test_the_least_values_come_in_order_of_equals_the_first_or_the_oldest(count: int) -> None:
+    values = np.array([(7 * n) % 13 for n in range(400)], float)
+    ages = np.array([(97 * n) % 400 for n in range(400)])
+    assert least(values, count).tolist() == sorted(range(400), key=lambda n: (values[n], n))[:count]
+    by_age = sorted(range(400), key=lambda n: (values[n], ages[n]))
+    assert least(values, count, ages).tolist() == by_age[:count]
