@@ -31,7 +31,7 @@ __all__ = ["NvmeTcpBdev", "TcpAddress"]
 TcpAddress = Address
 
 _BYTES_PER_TURN = 8 << 20  # received or sent before the other tasks get their turn
-_TURNS_BEFORE_WAIT = 2  # in the middle of data: its rest often comes sooner than epoll could be asked
+_TURNS_BEFORE_WAIT = 5  # in the middle of data: its rest often comes sooner than epoll could be asked
 
 
 class _Connection:
