@@ -303,7 +303,7 @@ class VhostUserBdev(QueuedBdev):
 
     def _send_flush(self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation) -> bool:
         if BlkFeature.FLUSH in session.features:
-            return ring.move(virtio_blk.FLUSH, 0, (), (operation, Transfer()))
+            return ring.move(virtio_blk.FLUSH, 0, (), (operation, Transfer(0, [])))
         self._answer_unsent(operation)
         return True
 
@@ -320,7 +320,7 @@ class VhostUserBdev(QueuedBdev):
             return True
         length = min(operation.length - operation.moved, most)
         offset = operation.offset + operation.moved
-        return ring.deallocate(kind, offset, length, (operation, Transfer(length)))
+        return ring.deallocate(kind, offset, length, (operation, Transfer(length, [])))
 
     def _reap(self, session: Session[_Request]) -> None:
         """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError."""
