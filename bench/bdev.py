@@ -30,7 +30,7 @@ from dpurt.bdev.spdk_rpc import open_spdk_rpc
 from dpurt.bdev.vhost_user import VhostUserBdev
 from dpurt.bench.fio import PATIENCE_S, Rig, Shape, best_engine, figures, fill
 from dpurt.bench.result import BenchResult
-from dpurt.bench.spdk import PORT, SUBNQN, export_tcp
+from dpurt.bench.spdk import SUBNQN, export_tcp
 from dpurt.testing.qemu_storage import QEMU_STORAGE_DAEMON, QemuStorage, file_node
 
 SUMMARY = "device to arena: bdevs beside fio on the same file (file, vhost-user on qemu-storage-daemon, NVMe/TCP on SPDK)"
@@ -73,8 +73,8 @@ async def _open_nvme_tcp(rig: Rig, depth: int) -> AsyncIterator[Bdev]:
         async with open_spdk_rpc(rpc_path) as rpc:
             aio = {"name": "A0", "filename": str(rig.path), "block_size": 4096}
             await rpc.call("bdev_aio_create", aio, deadline=trio.current_time() + PATIENCE_S)
-            await export_tcp(rpc, "A0")
-            async with contextlib.aclosing(await NvmeTcpBdev.open([("127.0.0.1", PORT)], SUBNQN)) as bdev:
+            port = await export_tcp(rpc, "A0")
+            async with contextlib.aclosing(await NvmeTcpBdev.open([("127.0.0.1", port)], SUBNQN)) as bdev:
                 yield bdev
     finally:
         with contextlib.suppress(TargetFailed), trio.CancelScope(shield=True):

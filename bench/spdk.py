@@ -14,11 +14,13 @@ CPU is of our process alone: the target polls a core whatever it does. *Verified
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
 import random
 import re
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -43,12 +45,12 @@ SUMMARY = "reads from a real SPDK target beside SPDK's own initiator and bdevper
 DEVICE_BYTES = 32 << 20  # what a target without huge pages has room for
 SHAPES = tuple((size, depth) for size in (1 << 20, 4 << 20) for depth in (1, 8, 32))
 SUBNQN = "nqn.2026-11.io.dpurt:bench"
-PORT = 44420
 READ_S = 1.0
 INITIATOR_TARGET, VHOST_TARGET, INSIDE_TARGET = 0.95, 3.0, 0.8
 RAW_CPU_TARGET, VERIFIED_CPU_TARGET = 0.03, 0.09
 _GIB = 1 << 30
 _BLOCK = 4096
+_OFFSETS = 1009  # drawn before the clock starts: it is not the bdev whose dice are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +125,18 @@ def _conditions(rig: _Rig) -> dict[str, object]:
     return conditions
 
 
-async def export_tcp(rpc: SpdkRpc, bdev: str) -> None:
-    """Serve a bdev of the target as the one namespace of `SUBNQN`, over NVMe/TCP at `PORT` of loopback."""
-    listener = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(PORT)}
+async def export_tcp(rpc: SpdkRpc, bdev: str) -> int:
+    """Serve a bdev of the target as the one namespace of `SUBNQN`, over NVMe/TCP on loopback. Returns the port: a free
+    one, as the last run's is taken for a minute after it (the target closes its connections first).
+    """
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        port: int = chosen.getsockname()[1]
+    listener = {"trtype": "TCP", "adrfam": "IPv4", "traddr": "127.0.0.1", "trsvcid": str(port)}
     await _call(rpc, "nvmf_create_transport", trtype="TCP", max_io_size=2 << 20)
     await _call(rpc, "nvmf_create_subsystem", nqn=SUBNQN, allow_any_host=True)
     await _call(rpc, "nvmf_subsystem_add_ns", nqn=SUBNQN, namespace={"bdev_name": bdev})
     await _call(rpc, "nvmf_subsystem_add_listener", nqn=SUBNQN, listen_address=listener)
+    return port
 
 
 # --- rows ---
@@ -137,9 +144,9 @@ async def export_tcp(rpc: SpdkRpc, bdev: str) -> None:
 
 async def _nvme_rows(rig: _Rig, rpc: SpdkRpc, result: BenchResult) -> dict[tuple[int, int], float]:
     """Rows of our initiator; what SPDK's own reached at each shape."""
-    await export_tcp(rpc, "M0")
+    port = await export_tcp(rpc, "M0")
     reached: dict[tuple[int, int], float] = {}
-    async with contextlib.aclosing(await NvmeTcpBdev.open([("127.0.0.1", PORT)], SUBNQN)) as bdev:
+    async with contextlib.aclosing(await NvmeTcpBdev.open([("127.0.0.1", port)], SUBNQN)) as bdev:
         for size, depth in SHAPES:
             ours, peer = [], []
             for i in range(rig.pairs):
@@ -147,7 +154,7 @@ async def _nvme_rows(rig: _Rig, rpc: SpdkRpc, result: BenchResult) -> dict[tuple
                     if turn == "ours":
                         ours.append(await _read(rig, bdev, size, depth))
                     elif rig.perf is not None:
-                        peer.append(await trio.to_thread.run_sync(_run_perf, rig.perf, size, depth))
+                        peer.append(await trio.to_thread.run_sync(_run_perf, rig.perf, port, size, depth))
             reached[size, depth] = statistics.median(peer) if peer else 0.0
             result.figures += _initiator_figures(size, depth, ours, peer)
     await _call(rpc, "nvmf_delete_subsystem", nqn=SUBNQN)
@@ -224,15 +231,16 @@ def _inside(rig: _Rig, result: BenchResult) -> Iterator[Figure]:
 async def _read(rig: _Rig, bdev: Bdev, size: int, depth: int, *, is_verified: bool = False) -> _Run:
     """Random reads for `READ_S`, each reader into its own slot."""
     chance = random.Random(size + depth)
-    blocks = DEVICE_BYTES // size
+    offsets = itertools.cycle([chance.randrange(DEVICE_BYTES // size) * size for _ in range(_OFFSETS)])
     done = 0
     start, cpu = time.perf_counter(), cpu_s()
     until = start + READ_S
+    deadline = trio.current_time() + 20
 
     async def reader(slot: memoryview) -> None:
         nonlocal done
         while time.perf_counter() < until:
-            await bdev.read_into(chance.randrange(blocks) * size, [slot], trio.current_time() + 20)
+            await bdev.read_into(next(offsets), [slot], deadline)
             if is_verified:
                 crc32c(slot)
             done += size
@@ -247,9 +255,9 @@ async def _read(rig: _Rig, bdev: Bdev, size: int, depth: int, *, is_verified: bo
 # --- SPDK's ---
 
 
-def _run_perf(program: Path, size: int, depth: int) -> float:
+def _run_perf(program: Path, port: int, size: int, depth: int) -> float:
     """GiB/s of SPDK's NVMe/TCP initiator. ValueError if it says none."""
-    where = f"trtype:TCP adrfam:IPv4 traddr:127.0.0.1 trsvcid:{PORT} subnqn:{SUBNQN}"
+    where = f"trtype:TCP adrfam:IPv4 traddr:127.0.0.1 trsvcid:{port} subnqn:{SUBNQN}"
     command = [
         str(program), "--no-huge", "-s", "512", "-c", "0x2", "-q", str(depth), "-o", str(size), "-w", "randread",
         "-t", str(max(1, round(READ_S))), "-r", where,

@@ -31,7 +31,7 @@ __all__ = ["NvmeTcpBdev", "TcpAddress"]
 TcpAddress = Address
 
 _BYTES_PER_TURN = 8 << 20  # received or sent before the other tasks get their turn
-_TURNS_BEFORE_WAIT = 2  # in the middle of data: its rest often comes sooner than epoll could be asked
+_TURNS_BEFORE_WAIT = 5  # in the middle of data: its rest often comes sooner than epoll could be asked
 
 
 class _Connection:
@@ -106,8 +106,12 @@ class _Connection:
     async def _read(self) -> None:
         budget = _BYTES_PER_TURN
         turns = _TURNS_BEFORE_WAIT
+        is_idle = False
         while self._is_open:
             windows = self._core.windows()
+            if is_idle:  # nothing can be there: whom the last answer woke has the next command out the sooner
+                await trio.lowlevel.wait_readable(self._sock)
+                budget = _BYTES_PER_TURN
             try:
                 count = _receive(self._sock, windows)
             except BlockingIOError:
@@ -125,6 +129,7 @@ class _Connection:
             if not self.greeted.is_set() and self._core.is_ready:
                 self.greeted.set()
             budget -= count
+            is_idle = not self._core.pair
             if budget < 0:
                 await trio.lowlevel.checkpoint()
                 budget = _BYTES_PER_TURN

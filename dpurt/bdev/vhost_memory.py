@@ -105,8 +105,8 @@ class TransferLimits:
 class Transfer:
     """What one request moves: the first `length` bytes of an operation's pieces; `bounced` where some go the long way."""
 
-    length: int = 0
-    segments: list[tuple[int, int]] = field(default_factory=list)
+    length: int
+    segments: list[tuple[int, int]]
     bounced: Bounced | None = None
 
 
@@ -128,7 +128,7 @@ class Bounced:
 
 def plan(pieces: _Pieces, limits: TransferLimits, memory: MemoryMap, bounce: BouncePool) -> Transfer:
     """As much of the pieces as one request can move now; length 0 if it needs the bounce area and that is in use."""
-    transfer = Transfer()
+    transfer = Transfer(0, [])
     for address, length in pieces:
         if memory.has(address, length):
             done = _direct(transfer, address, length, limits)

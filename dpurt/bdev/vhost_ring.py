@@ -73,8 +73,10 @@ class BlkRing(Generic[_Token]):
             return False
         header, status = self._prepare(slot, kind, offset)
         if kind == virtio_blk.READ:
-            return self._show(slot, (header,), (*segments, status), token)
-        return self._show(slot, (header, *segments), (status,), token)
+            is_added = self._queue.add((header,), (*segments, status), (slot, token))
+        else:
+            is_added = self._queue.add((header, *segments), (status,), (slot, token))
+        return is_added and self._show()
 
     def deallocate(self, kind: int, offset: int, length: int, token: _Token) -> bool:
         """A discard or write-zeroes. False: no room now."""
@@ -85,7 +87,7 @@ class BlkRing(Generic[_Token]):
         at = slot * _SLOT_BYTES + _RANGE_AT
         virtio_blk.pack_range(self._slots[at:], kind, offset, length)
         range_ = (self._slots_address + at, virtio_blk.RANGE_BYTES)
-        return self._show(slot, (header, range_), (status,), token)
+        return self._queue.add((header, range_), (status,), (slot, token)) and self._show()
 
     def kick(self) -> None:
         os.eventfd_write(self.kick_fd, 1)
@@ -107,15 +109,7 @@ class BlkRing(Generic[_Token]):
         self._slots[at + _STATUS_AT] = virtio_blk.STATUS_NONE
         return self._around[slot]
 
-    def _show(
-        self,
-        slot: int,
-        readable: Sequence[tuple[int, int]],
-        writable: Sequence[tuple[int, int]],
-        token: _Token,
-    ) -> bool:
-        if not self._queue.add(readable, writable, (slot, token)):
-            return False
+    def _show(self) -> bool:
         if self._queue.publish():
             self.kick()
         return True

@@ -22,7 +22,6 @@ Leaves to others: operations (`dpurt.bdev.vhost_user`), the protocol (`dpurt.wir
 from __future__ import annotations
 
 import array
-import contextlib
 import os
 import select
 import socket
@@ -406,8 +405,10 @@ class Session(Generic[_Token]):
     async def _watch_call(self, reap: Callable[[], None]) -> None:
         while True:
             await trio.lowlevel.wait_readable(self._call_fd)
-            with contextlib.suppress(BlockingIOError):
+            try:
                 os.eventfd_read(self._call_fd)
+            except BlockingIOError:
+                continue
             reap()
 
 

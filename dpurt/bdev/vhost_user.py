@@ -281,23 +281,21 @@ class VhostUserBdev(QueuedBdev):
     def _send(self, session: Session[_Request], operation: Operation) -> bool:
         """Put the operation's next request into a ring. False: no room now."""
         ring = min(session.rings, key=_num_held) if len(session.rings) > 1 else session.rings[0]
-        if operation.kind in _KINDS:
-            return self._send_transfer(session, ring, operation)
+        if (kind := _KINDS.get(operation.kind)) is not None:
+            return self._send_transfer(session, ring, operation, kind)
         if operation.kind == "flush":
             return self._send_flush(session, ring, operation)
         return self._send_deallocate(session, ring, operation)
 
     def _send_transfer(
-        self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation
+        self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation, kind: int
     ) -> bool:
         transfer = plan(operation.pieces, self._limits, session.memory, session.bounce)
         bounced = transfer.bounced
-        if bounced is not None and operation.kind == "write":
+        if bounced is not None and kind == virtio_blk.WRITE:
             bounced.copy_in()
         offset = operation.offset + operation.moved
-        if transfer.length and ring.move(
-            _KINDS[operation.kind], offset, transfer.segments, (operation, transfer)
-        ):
+        if transfer.length and ring.move(kind, offset, transfer.segments, (operation, transfer)):
             return True
         if bounced is not None:
             session.bounce.give_back(bounced.chunks)
@@ -305,7 +303,7 @@ class VhostUserBdev(QueuedBdev):
 
     def _send_flush(self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation) -> bool:
         if BlkFeature.FLUSH in session.features:
-            return ring.move(virtio_blk.FLUSH, 0, (), (operation, Transfer()))
+            return ring.move(virtio_blk.FLUSH, 0, (), (operation, Transfer(0, [])))
         self._answer_unsent(operation)
         return True
 
@@ -322,7 +320,7 @@ class VhostUserBdev(QueuedBdev):
             return True
         length = min(operation.length - operation.moved, most)
         offset = operation.offset + operation.moved
-        return ring.deallocate(kind, offset, length, (operation, Transfer(length)))
+        return ring.deallocate(kind, offset, length, (operation, Transfer(length, [])))
 
     def _reap(self, session: Session[_Request]) -> None:
         """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError."""

@@ -142,16 +142,17 @@ class SplitQueue(Generic[_Token]):
     def add(self, readable: _Pieces, writable: _Pieces, token: _Token) -> bool:
         """Append a chain of (address, length) pieces; False if there is no room for it now."""
         count = len(readable) + len(writable)
-        is_indirect = 1 < count <= self._max_indirect
-        needed = 1 if is_indirect else count
-        if not 1 <= needed <= self.layout.size:
-            raise LocalProtocolError("chain_length", f"{count} pieces in a queue of {self.layout.size}")
-        if needed > len(self._free):
-            return False
-        chain = tuple([self._free.pop() for _ in range(needed)])
-        if is_indirect:
+        if 1 < count <= self._max_indirect:
+            if not self._free:
+                return False
+            chain: tuple[int, ...] = (self._free.pop(),)
             self._write_indirect(chain[0], readable, writable)
         else:
+            if not 1 <= count <= self.layout.size:
+                raise LocalProtocolError("chain_length", f"{count} pieces in a queue of {self.layout.size}")
+            if count > len(self._free):
+                return False
+            chain = tuple([self._free.pop() for _ in range(count)])
             self._write_direct(chain, readable, writable)
         self._show(chain, token)
         return True

@@ -12,11 +12,12 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from dpurt.bdev.nvme_tcp import _Connection
+from dpurt.bdev.nvme_tcp import _Connection, _receive
 from dpurt.wire import nvme
 from dpurt.wire.nvme_tcp import TcpQueue
 
 CAPSULE = 72
+RESPONSE = struct.Struct("<BBBBIQHHHH")
 IC_RESPONSE = struct.pack("<BBBBIHBBI112x", 1, 0, 128, 0, 128, 0, 0, 0, 131072)
 
 
@@ -73,6 +74,34 @@ async def test_a_lost_connection_is_noticed_by_its_tasks_not_by_who_submits() ->
         theirs.close()
         connection.submit(nvme.flush(1, None))
         await wait_all_tasks_blocked()
+        assert lost
+
+
+async def test_after_the_last_answer_nobody_looks_for_more_before_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = []
+
+    def look(sock: socket.socket, windows: list[memoryview]) -> int:
+        looks.append(len(windows))
+        return _receive(sock, windows)
+
+    monkeypatch.setattr("dpurt.bdev.nvme_tcp._receive", look)
+    async with greeted() as (connection, theirs, lost):
+        looks.clear()
+        for command_id in range(3):
+            connection.submit(nvme.flush(1, None))
+            theirs.send(RESPONSE.pack(5, 0, 24, 0, 24, 0, 0, 0, command_id, 0))
+            await wait_all_tasks_blocked()
+        assert (looks, lost, connection.room) == ([1, 1, 1], [], 7)
+
+
+async def test_what_comes_behind_the_last_answer_is_looked_at() -> None:
+    async with greeted() as (connection, theirs, lost):
+        connection.submit(nvme.flush(1, None))
+        theirs.send(RESPONSE.pack(5, 0, 24, 0, 24, 0, 0, 0, 0, 0) + b"\xff" * 24)
+        await wait_all_tasks_blocked()
+        assert connection.room == 7
         assert lost
 
 
