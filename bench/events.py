@@ -6,7 +6,7 @@ socket takes them; the time ends when a query shows the last prompt. The streams
 in chunks, decode (a block each of many requests a message), evictions (an event a block, many a message), and a mix of them.
 The two sides take turns, each with messages of its own, and a turn begins when neither process has anything left to do: what
 one puts off must not cost the other. All kinds of streams come in each round, so that as much goes as comes and the cache
-stays as large as a GPU's. The peer's threads may use all cores, ours is one.
+stays at 100 to 200 thousand blocks. The peer's threads may use all cores, ours is one.
 
 *Known*: after random parent-first streams the peer's answers are the oracle for ours. Then streams that both meet in the
 field: children before their parents, hashes as bytes, events of an unknown type.
@@ -319,7 +319,7 @@ def _ingest(mine: Side, theirs: Side, rounds: int, size: int) -> list[Figure]:
     sides = (mine, theirs)
     scripts, chains = [Script(1), Script(1)], [list[Chain](), list[Chain]()]
     for i, side in enumerate(sides):
-        side.ingest(prefill(scripts[i], chains[i], 3000))  # a cache that is in use
+        side.ingest(prefill(scripts[i], chains[i], 800))  # a cache that is in use
     spent: dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {
         name: ([], []) for name in STREAMS
     }
@@ -449,8 +449,8 @@ def _unknown(script: Script, chain: Chain) -> list[list[Event]]:
 
 
 def run(quick: bool) -> BenchResult:
-    """Streams of some 40 to 140 thousand blocks, 15 rounds (quick: a fifth, 3 rounds)."""
-    rounds, size = (3, 100) if quick else (15, 500)
+    """Streams of some 20 to 70 thousand blocks, 25 rounds (quick: a fifth, 3 rounds)."""
+    rounds, size = (3, 50) if quick else (25, 250)
     has_peer = importlib.util.find_spec("dynamo") is not None
     conditions: dict[str, object] = {
         **node_conditions(),

@@ -200,23 +200,41 @@ class HeldBlocks:
         self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes = b""
     ) -> None:
         """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
-        mine = self._held[tier]
-        if not self._are_new(hashes):
+        mine, other, one = self._sides[tier]
+        grown = None if label else self._tips.get(above)
+        segment = grown or _Segment(above, list(hashes), [(told, len(hashes))], label)
+        if (
+            (other and not other.keys().isdisjoint(hashes))
+            or (self._gone and not self._gone.keys().isdisjoint(hashes))
+            or not self._hold_new(hashes, segment, mine)
+        ):
             self._store_each(above, hashes, told, tier, label)
             return
-        segment = None if label else self._tips.pop(above, None)
-        if segment is None:
-            segment = self._begin(above, list(hashes), [(told, len(hashes))], label)
-        else:
+        if grown:
+            del self._tips[above]
             segment.hashes += hashes
             segment.told.append((told, len(hashes)))
-        before = len(mine)
-        for block_hash in hashes:
-            mine[block_hash] = segment
-        segment.held += (len(mine) - before) * _ONE[tier]
+        else:
+            self._begin(segment)
+        segment.held += len(hashes) * one
         self._let_grow(segment)
         if len(hashes) > _FEW:
             self._unread[segment] = None
+
+    @staticmethod
+    def _hold_new(
+        hashes: Sequence[Hashable], segment: _Segment, mine: dict[Hashable, _Segment | None]
+    ) -> bool:
+        """Enter blocks that stand nowhere else; False, and nothing changed, when one is held already. One look-up a block."""
+        before = len(mine)
+        found = list(map(mine.setdefault, hashes, repeat(segment)))
+        if len(mine) == before + len(hashes):
+            return True
+        stood = set(segment.hashes) if segment.held else ()
+        for block_hash, there in zip(hashes, found, strict=True):
+            if there is segment and block_hash not in stood:
+                mine.pop(block_hash, None)
+        return False
 
     def store_one(self, above: Hashable, block_hash: Hashable, told: bytes, tier: HostTier) -> None:
         """As `store`, of a single block without a label: what is told most."""
@@ -248,18 +266,6 @@ class HeldBlocks:
             if not segment.told:
                 del self._unread[segment]
         return bool(self._unread)
-
-    def _are_new(self, hashes: Sequence[Hashable]) -> bool:
-        """Does none of these blocks stand anywhere?"""
-        (one, other), gone = self._held, self._gone
-        if len(hashes) == 1:
-            block_hash = hashes[0]
-            return not (block_hash in one or block_hash in other or block_hash in gone)
-        return (
-            one.keys().isdisjoint(hashes)
-            and other.keys().isdisjoint(hashes)
-            and gone.keys().isdisjoint(hashes)
-        )
 
     def _let_grow(self, segment: _Segment) -> None:
         """What comes below its last block becomes part of it, unless something is there already."""
@@ -378,14 +384,13 @@ class HeldBlocks:
                 return i
         return count
 
-    def _begin(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> _Segment:
-        segment = _Segment(above, hashes, told, label)
-        branches = self._below.get(above)
+    def _begin(self, segment: _Segment) -> None:
+        """It begins below a block, which ends where it is, then."""
+        branches = self._below.get(segment.above)
         if branches is None:
-            branches = self._below[above] = _Branches()
+            branches = self._below[segment.above] = _Branches()
         branches.new[segment] = None
-        self._tips.pop(above, None)
-        return segment
+        self._tips.pop(segment.above, None)
 
     def _end(self, segment: _Segment) -> None:
         self._unread.pop(segment, None)
@@ -417,7 +422,8 @@ class HeldBlocks:
             else:
                 tokens = tokens or self._codec.blocks(told, len(hashes))
                 if fresh is None:
-                    fresh = self._begin(above, [], [], b"" if i else label)
+                    fresh = _Segment(above, [], [], b"" if i else label)
+                    self._begin(fresh)
                 segment = fresh
                 segment.hashes.append(block_hash)
                 segment.content += tokens[i * self.width : (i + 1) * self.width]
