@@ -87,7 +87,7 @@ def _counted(told: _Told) -> tuple[bytes, int]:
 
 
 class _Segment:
-    __slots__ = ("above", "content", "hashes", "held", "key", "label", "told")
+    __slots__ = ("above", "content", "grows", "hashes", "held", "key", "label", "told")
 
     def __init__(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> None:
         self.above = above
@@ -95,6 +95,7 @@ class _Segment:
         self.content = bytearray()
         self.told = told  # not read yet, comes after `content`
         self.held = 0  # blocks held: `_ONE[tier]` for each
+        self.grows = False  # its last block is one of `HeldBlocks._tips`
         self.label = label
         self.key = b""  # its name in `_Branches.known`, once it has one
 
@@ -269,8 +270,16 @@ class HeldBlocks:
 
     def _let_grow(self, segment: _Segment) -> None:
         """What comes below its last block becomes part of it, unless something is there already."""
-        if (last := segment.hashes[-1]) not in self._below:
+        last = segment.hashes[-1]
+        segment.grows = last not in self._below
+        if segment.grows:
             self._tips[last] = segment
+
+    def _let_stay(self, segment: _Segment) -> None:
+        """It does not grow any more: its end goes, but its tokens may still be there."""
+        if segment.grows:
+            segment.grows = False
+            del self._tips[segment.hashes[-1]]
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
@@ -302,14 +311,14 @@ class HeldBlocks:
                 self._end(segment)
             elif not other and segment.hashes[-size:] == went[::-1]:
                 segment.held = left
+                self._let_stay(segment)
                 del segment.hashes[-size:]
-                self._tips.pop(went[0], None)
             else:
                 self._lose(went, repeat(segment, size), tier)
 
     def _lose(self, hashes: Sequence[Hashable], found: Iterable[_Segment | None], tier: HostTier) -> None:
         """Each of these segments lost a block."""
-        (_, other, one), tips = self._sides[tier], self._tips
+        _, other, one = self._sides[tier]
         for block_hash, segment in zip(hashes, found, strict=True):
             if segment is None:
                 continue
@@ -319,8 +328,9 @@ class HeldBlocks:
             elif other and block_hash in other:
                 continue
             elif (standing := segment.hashes)[-1] == block_hash:
+                if segment.grows:
+                    self._let_stay(segment)
                 standing.pop()
-                tips.pop(block_hash, None)  # its tokens may still be there: what comes next is no part of it
             else:
                 self._gone[block_hash] = segment
 
@@ -335,7 +345,7 @@ class HeldBlocks:
             segment.key = b""
             if not segment.held:
                 self._unread.pop(segment, None)
-                self._tips.pop(segment.hashes[-1], None)
+                self._let_stay(segment)
             else:
                 self._below.setdefault(segment.above, _Branches()).new[segment] = None
                 self._gone.update(
@@ -390,11 +400,12 @@ class HeldBlocks:
         if branches is None:
             branches = self._below[segment.above] = _Branches()
         branches.new[segment] = None
-        self._tips.pop(segment.above, None)
+        if (ending := self._tips.pop(segment.above, None)) is not None:
+            ending.grows = False
 
     def _end(self, segment: _Segment) -> None:
         self._unread.pop(segment, None)
-        self._tips.pop(segment.hashes[-1], None)
+        self._let_stay(segment)
         if self._gone:
             for block_hash in segment.hashes:
                 self._gone.pop(block_hash, None)
@@ -465,6 +476,9 @@ class HeldBlocks:
         held = self._held[0].keys() | self._held[1].keys()
         assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
+        assert all(
+            segment.grows == (self._tips.get(segment.hashes[-1]) is segment) for segment in segments
+        ), "a segment does not know whether it grows"
         for last, segment in self._tips.items():
             assert segment in segments, "a segment that is gone would grow"
             assert segment.hashes[-1] == last, "a segment would grow amid"
