@@ -19,7 +19,6 @@ import http.client
 import importlib.metadata
 import importlib.util
 import json
-import os
 import random
 import socket
 import statistics
@@ -31,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,7 +47,8 @@ BLOCK = 16
 VOCABULARY = 128_000
 PATIENCE_S = 60.0
 RUNNING = 512  # requests that decode at the same time
-REST_S = 0.03  # without using the CPU: a process is done
+CPUCLOCK_SCHED = 2  # in the number of a process's clock
+REST_S = 0.03  # with next to no use of the CPU: a process is done
 Prompt = list[int]
 Event = dict[str, Any]
 
@@ -125,15 +124,16 @@ def decode(script: Script, chains: list[Chain], size: int) -> Stream:
 
 def evictions(script: Script, chains: list[Chain], size: int) -> Stream:
     """`size` messages of 32 blocks that went in the order of vLLM's free queue: one old request after the other, last blocks first."""
-    going = _ends_of([chain for chain in chains if len(chain.hashes) > 8])
+    going = _ends_of(chains)
     batches = [[script.evict(next(going)) for _ in range(32)] for _ in range(size)]
+    chains[:] = [chain for chain in chains if chain.hashes]
     return _ending(script, batches, size * 32)
 
 
 def _ends_of(chains: list[Chain]) -> Iterator[Chain]:
     """Each chain as often as blocks of it may go."""
     for chain in chains:
-        for _ in range(len(chain.hashes) - 8):
+        for _ in range(len(chain.hashes)):
             yield chain
 
 
@@ -233,15 +233,15 @@ class Side:
         return (time.perf_counter() - start) / stream.blocks, (self._cpu_s() - busy) / stream.blocks
 
     def rest(self) -> None:
-        """Until its process has nothing left to do."""
+        """Until its process has nothing left to do but to wait."""
         busy, limit = -1.0, time.perf_counter() + PATIENCE_S
-        while (now := self._cpu_s()) != busy and time.perf_counter() < limit:
+        while (now := self._cpu_s()) - busy > REST_S / 30 and time.perf_counter() < limit:
             busy = now
             time.sleep(REST_S)
 
     def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Of all its threads, by the clock that Linux keeps of each process: ``/proc`` counts in hundredths of a second."""
+        return time.clock_gettime((~self._pid << 3) | CPUCLOCK_SCHED)
 
 
 @contextmanager
@@ -358,7 +358,7 @@ def _beside(
     which: int,
     target: str | None,
 ) -> Figure:
-    """Wall (0) or CPU time (1); CPU is counted in ticks, so it is that of all rounds together."""
+    """Wall (0): the median pair; or CPU time (1): all rounds together."""
     mine, peer = ([one[which] for one in side] for side in (ours, theirs))
     if which:
         ratio = sum(peer) / max(sum(mine), 1e-9)
