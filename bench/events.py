@@ -6,7 +6,7 @@ socket takes them; the time ends when a query shows the last prompt. The streams
 in chunks, decode (a block each of many requests a message), evictions (an event a block, many a message), and a mix of them.
 The two sides take turns, each with messages of its own, and a turn begins when neither process has anything left to do: what
 one puts off must not cost the other. All kinds of streams come in each round, so that as much goes as comes and the cache
-stays as large as a GPU's. The peer's threads may use all cores, ours is one.
+stays at 100 to 200 thousand blocks. The peer's threads may use all cores, ours is one.
 
 *Known*: after random parent-first streams the peer's answers are the oracle for ours. Then streams that both meet in the
 field: children before their parents, hashes as bytes, events of an unknown type.
@@ -14,11 +14,11 @@ field: children before their parents, hashes as bytes, events of an unknown type
 
 from __future__ import annotations
 
+import gc
 import http.client
 import importlib.metadata
 import importlib.util
 import json
-import os
 import random
 import socket
 import statistics
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -47,7 +47,8 @@ BLOCK = 16
 VOCABULARY = 128_000
 PATIENCE_S = 60.0
 RUNNING = 512  # requests that decode at the same time
-REST_S = 0.03  # without using the CPU: a process is done
+CPUCLOCK_SCHED = 2  # in the number of a process's clock
+REST_S = 0.03  # with next to no use of the CPU: a process is done
 Prompt = list[int]
 Event = dict[str, Any]
 
@@ -67,12 +68,13 @@ class Script:
     """Makes the events of one engine. Hashes look like vLLM's: any 64 bits."""
 
     def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
+        self._tokens = _endless(lambda: rng.integers(0, VOCABULARY, 1 << 16).tolist())
+        self._hashes = _endless(lambda: rng.integers(0, 2**64, 1 << 12, dtype=np.uint64).tolist())
 
     def grow(self, chain: Chain, blocks: int, **fields: Any) -> Event:
         """Blocks more at the end of a chain."""
-        tokens = self._rng.integers(0, VOCABULARY, blocks * BLOCK).tolist()
-        hashes = self._rng.integers(0, 2**64, blocks, dtype=np.uint64).tolist()
+        tokens, hashes = list(islice(self._tokens, blocks * BLOCK)), list(islice(self._hashes, blocks))
         parent = chain.hashes[-1] if chain.hashes else None
         chain.tokens += tokens
         chain.hashes += hashes
@@ -87,6 +89,11 @@ class Script:
         """The last block goes."""
         del chain.tokens[-BLOCK:]
         return {"type": "BlockRemoved", "block_hashes": [chain.hashes.pop()], "medium": "GPU", "group_idx": 0}
+
+
+def _endless(some: Callable[[], list[int]]) -> Iterator[int]:
+    while True:
+        yield from some()
 
 
 @dataclass
@@ -117,15 +124,16 @@ def decode(script: Script, chains: list[Chain], size: int) -> Stream:
 
 def evictions(script: Script, chains: list[Chain], size: int) -> Stream:
     """`size` messages of 32 blocks that went in the order of vLLM's free queue: one old request after the other, last blocks first."""
-    going = _ends_of([chain for chain in chains if len(chain.hashes) > 8])
+    going = _ends_of(chains)
     batches = [[script.evict(next(going)) for _ in range(32)] for _ in range(size)]
+    chains[:] = [chain for chain in chains if chain.hashes]
     return _ending(script, batches, size * 32)
 
 
 def _ends_of(chains: list[Chain]) -> Iterator[Chain]:
     """Each chain as often as blocks of it may go."""
     for chain in chains:
-        for _ in range(len(chain.hashes) - 8):
+        for _ in range(len(chain.hashes)):
             yield chain
 
 
@@ -140,7 +148,8 @@ def mixed(script: Script, chains: list[Chain], size: int) -> Stream:
     """A full cache under load: in each message a new prompt's chunk, 16 requests that decode, and what had to go for them."""
     batches = []
     for i in range(size):
-        full = [chain for chain in chains[:-100] if len(chain.hashes) > 8][-200:]
+        older = (chains[at] for at in range(len(chains) - 101, -1, -1))
+        full = list(islice((chain for chain in older if len(chain.hashes) > 8), 200))
         gone = [script.evict(full[(i * 7 + j) % len(full)]) for j in range(32)]
         decoded = [script.grow(chains[-1 - (i + j) % 100], 1) for j in range(16)]
         chains.append(Chain())
@@ -224,15 +233,15 @@ class Side:
         return (time.perf_counter() - start) / stream.blocks, (self._cpu_s() - busy) / stream.blocks
 
     def rest(self) -> None:
-        """Until its process has nothing left to do."""
+        """Until its process has nothing left to do but to wait."""
         busy, limit = -1.0, time.perf_counter() + PATIENCE_S
-        while (now := self._cpu_s()) != busy and time.perf_counter() < limit:
+        while (now := self._cpu_s()) - busy > REST_S / 30 and time.perf_counter() < limit:
             busy = now
             time.sleep(REST_S)
 
     def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Of all its threads, by the clock that Linux keeps of each process: ``/proc`` counts in hundredths of a second."""
+        return time.clock_gettime((~self._pid << 3) | CPUCLOCK_SCHED)
 
 
 @contextmanager
@@ -310,17 +319,18 @@ def _ingest(mine: Side, theirs: Side, rounds: int, size: int) -> list[Figure]:
     sides = (mine, theirs)
     scripts, chains = [Script(1), Script(1)], [list[Chain](), list[Chain]()]
     for i, side in enumerate(sides):
-        side.ingest(prefill(scripts[i], chains[i], 300))  # a cache that is in use
+        side.ingest(prefill(scripts[i], chains[i], 800))  # a cache that is in use
     spent: dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]] = {
         name: ([], []) for name in STREAMS
     }
-    for turn in range(rounds):
-        for name, (make, share) in STREAMS.items():
-            for i in (0, 1) if turn % 2 else (1, 0):
-                stream = make(scripts[i], chains[i], size * share // 100)
-                for side in sides:
-                    side.rest()
-                spent[name][i].append(sides[i].ingest(stream))
+    with _no_collector():
+        for turn in range(rounds):
+            for name, (make, share) in STREAMS.items():
+                for i in (0, 1) if turn % 2 else (1, 0):
+                    stream = make(scripts[i], chains[i], size * share // 100)
+                    for side in sides:
+                        side.rest()
+                    spent[name][i].append(sides[i].ingest(stream))
     return [
         figure
         for name in STREAMS
@@ -331,6 +341,16 @@ def _ingest(mine: Side, theirs: Side, rounds: int, size: int) -> list[Figure]:
     ]
 
 
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Streams are millions of objects and none in a cycle: looking for one takes longer than all else here."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _beside(
     name: str,
     ours: list[tuple[float, float]],
@@ -338,7 +358,7 @@ def _beside(
     which: int,
     target: str | None,
 ) -> Figure:
-    """Wall (0) or CPU time (1); CPU is counted in ticks, so it is that of all rounds together."""
+    """Wall (0): the median pair; or CPU time (1): all rounds together."""
     mine, peer = ([one[which] for one in side] for side in (ours, theirs))
     if which:
         ratio = sum(peer) / max(sum(mine), 1e-9)

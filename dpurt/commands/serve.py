@@ -20,6 +20,7 @@ from dpurt.node import Node
 from dpurt.runtime.paced_clock import PacedClock
 
 GC_OBJECTS = 20_000  # made since, and still there: then cycles are looked for
+OLD_ROUNDS = 100  # of ten such, before what is old is gone through: with a million blocks that stops the node for milliseconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +92,7 @@ def _spare_the_collector() -> None:
     """
     gc.collect()
     gc.freeze()  # modules and the node itself stay
-    gc.set_threshold(GC_OBJECTS)
+    gc.set_threshold(GC_OBJECTS, 10, OLD_ROUNDS)
 
 
 async def _serve(node: Node, ready_file: Path | None, is_quiet: bool) -> None:

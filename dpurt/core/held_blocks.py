@@ -87,7 +87,7 @@ def _counted(told: _Told) -> tuple[bytes, int]:
 
 
 class _Segment:
-    __slots__ = ("above", "content", "hashes", "held", "key", "label", "told")
+    __slots__ = ("above", "content", "grows", "hashes", "held", "key", "label", "told")
 
     def __init__(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> None:
         self.above = above
@@ -95,6 +95,7 @@ class _Segment:
         self.content = bytearray()
         self.told = told  # not read yet, comes after `content`
         self.held = 0  # blocks held: `_ONE[tier]` for each
+        self.grows = False  # its last block is one of `HeldBlocks._tips`
         self.label = label
         self.key = b""  # its name in `_Branches.known`, once it has one
 
@@ -200,23 +201,41 @@ class HeldBlocks:
         self, above: Hashable, hashes: Sequence[Hashable], told: bytes, tier: HostTier, label: bytes = b""
     ) -> None:
         """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
-        mine = self._held[tier]
-        if not self._are_new(hashes):
+        mine, other, one = self._sides[tier]
+        grown = None if label else self._tips.get(above)
+        segment = grown or _Segment(above, list(hashes), [(told, len(hashes))], label)
+        if (
+            (other and not other.keys().isdisjoint(hashes))
+            or (self._gone and not self._gone.keys().isdisjoint(hashes))
+            or not self._hold_new(hashes, segment, mine)
+        ):
             self._store_each(above, hashes, told, tier, label)
             return
-        segment = None if label else self._tips.pop(above, None)
-        if segment is None:
-            segment = self._begin(above, list(hashes), [(told, len(hashes))], label)
-        else:
+        if grown:
+            del self._tips[above]
             segment.hashes += hashes
             segment.told.append((told, len(hashes)))
-        before = len(mine)
-        for block_hash in hashes:
-            mine[block_hash] = segment
-        segment.held += (len(mine) - before) * _ONE[tier]
+        else:
+            self._begin(segment)
+        segment.held += len(hashes) * one
         self._let_grow(segment)
         if len(hashes) > _FEW:
             self._unread[segment] = None
+
+    @staticmethod
+    def _hold_new(
+        hashes: Sequence[Hashable], segment: _Segment, mine: dict[Hashable, _Segment | None]
+    ) -> bool:
+        """Enter blocks that stand nowhere else; False, and nothing changed, when one is held already. One look-up a block."""
+        before = len(mine)
+        found = list(map(mine.setdefault, hashes, repeat(segment)))
+        if len(mine) == before + len(hashes):
+            return True
+        stood = set(segment.hashes) if segment.held else ()
+        for block_hash, there in zip(hashes, found, strict=True):
+            if there is segment and block_hash not in stood:
+                mine.pop(block_hash, None)
+        return False
 
     def store_one(self, above: Hashable, block_hash: Hashable, told: bytes, tier: HostTier) -> None:
         """As `store`, of a single block without a label: what is told most."""
@@ -249,22 +268,18 @@ class HeldBlocks:
                 del self._unread[segment]
         return bool(self._unread)
 
-    def _are_new(self, hashes: Sequence[Hashable]) -> bool:
-        """Does none of these blocks stand anywhere?"""
-        (one, other), gone = self._held, self._gone
-        if len(hashes) == 1:
-            block_hash = hashes[0]
-            return not (block_hash in one or block_hash in other or block_hash in gone)
-        return (
-            one.keys().isdisjoint(hashes)
-            and other.keys().isdisjoint(hashes)
-            and gone.keys().isdisjoint(hashes)
-        )
-
     def _let_grow(self, segment: _Segment) -> None:
         """What comes below its last block becomes part of it, unless something is there already."""
-        if (last := segment.hashes[-1]) not in self._below:
+        last = segment.hashes[-1]
+        segment.grows = last not in self._below
+        if segment.grows:
             self._tips[last] = segment
+
+    def _let_stay(self, segment: _Segment) -> None:
+        """It does not grow any more: its end goes, but its tokens may still be there."""
+        if segment.grows:
+            segment.grows = False
+            del self._tips[segment.hashes[-1]]
 
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
@@ -296,14 +311,14 @@ class HeldBlocks:
                 self._end(segment)
             elif not other and segment.hashes[-size:] == went[::-1]:
                 segment.held = left
+                self._let_stay(segment)
                 del segment.hashes[-size:]
-                self._tips.pop(went[0], None)
             else:
                 self._lose(went, repeat(segment, size), tier)
 
     def _lose(self, hashes: Sequence[Hashable], found: Iterable[_Segment | None], tier: HostTier) -> None:
         """Each of these segments lost a block."""
-        (_, other, one), tips = self._sides[tier], self._tips
+        _, other, one = self._sides[tier]
         for block_hash, segment in zip(hashes, found, strict=True):
             if segment is None:
                 continue
@@ -313,8 +328,9 @@ class HeldBlocks:
             elif other and block_hash in other:
                 continue
             elif (standing := segment.hashes)[-1] == block_hash:
+                if segment.grows:
+                    self._let_stay(segment)
                 standing.pop()
-                tips.pop(block_hash, None)  # its tokens may still be there: what comes next is no part of it
             else:
                 self._gone[block_hash] = segment
 
@@ -329,7 +345,7 @@ class HeldBlocks:
             segment.key = b""
             if not segment.held:
                 self._unread.pop(segment, None)
-                self._tips.pop(segment.hashes[-1], None)
+                self._let_stay(segment)
             else:
                 self._below.setdefault(segment.above, _Branches()).new[segment] = None
                 self._gone.update(
@@ -378,18 +394,18 @@ class HeldBlocks:
                 return i
         return count
 
-    def _begin(self, above: Hashable, hashes: list[Hashable], told: list[_Told], label: bytes) -> _Segment:
-        segment = _Segment(above, hashes, told, label)
-        branches = self._below.get(above)
+    def _begin(self, segment: _Segment) -> None:
+        """It begins below a block, which ends where it is, then."""
+        branches = self._below.get(segment.above)
         if branches is None:
-            branches = self._below[above] = _Branches()
+            branches = self._below[segment.above] = _Branches()
         branches.new[segment] = None
-        self._tips.pop(above, None)
-        return segment
+        if (ending := self._tips.pop(segment.above, None)) is not None:
+            ending.grows = False
 
     def _end(self, segment: _Segment) -> None:
         self._unread.pop(segment, None)
-        self._tips.pop(segment.hashes[-1], None)
+        self._let_stay(segment)
         if self._gone:
             for block_hash in segment.hashes:
                 self._gone.pop(block_hash, None)
@@ -417,7 +433,8 @@ class HeldBlocks:
             else:
                 tokens = tokens or self._codec.blocks(told, len(hashes))
                 if fresh is None:
-                    fresh = self._begin(above, [], [], b"" if i else label)
+                    fresh = _Segment(above, [], [], b"" if i else label)
+                    self._begin(fresh)
                 segment = fresh
                 segment.hashes.append(block_hash)
                 segment.content += tokens[i * self.width : (i + 1) * self.width]
@@ -459,6 +476,9 @@ class HeldBlocks:
         held = self._held[0].keys() | self._held[1].keys()
         assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
+        assert all(
+            segment.grows == (self._tips.get(segment.hashes[-1]) is segment) for segment in segments
+        ), "a segment does not know whether it grows"
         for last, segment in self._tips.items():
             assert segment in segments, "a segment that is gone would grow"
             assert segment.hashes[-1] == last, "a segment would grow amid"

@@ -82,8 +82,7 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
-@dataclass(slots=True)
-class KvBatch:
+class KvBatch(Struct):
     """One message. `skipped`: events of unknown type; `dropped`: known ones that were malformed."""
 
     seq: int

@@ -59,6 +59,12 @@ class Holding(RuleBasedStateMachine):
         self.held.remove([chain], tier)
         self.lose({(tier, chain)})
 
+    @rule(chain=chains, count=st.integers(1, 6), is_last_first=st.booleans(), again=st.booleans(), tier=tiers)
+    def remove_many(self, chain: Chain, count: int, is_last_first: bool, again: bool, tier: HostTier) -> None:
+        gone = [chain[: i + 1] for i in range(len(chain))][-count:]
+        self.held.remove((gone[::-1] if is_last_first else gone) * (1 + again), tier)
+        self.lose({(tier, one) for one in gone})
+
     @rule(tier=tiers)
     def clear(self, tier: HostTier) -> None:
         self.held.clear(tier)
@@ -172,6 +178,27 @@ def test_a_block_that_went_from_amid_others_leads_on_once_it_is_noted_again() ->
     assert held.leading(None, tokens(1, 2, 3)) == Leading(1, 1)
     held.note(2, HostTier.CPU)
     assert held.leading(None, tokens(1, 2, 3)) == Leading(1, 3)
+
+
+def test_an_end_that_goes_in_one_piece_leaves_a_beginning_that_does_not_grow() -> None:
+    held = HeldBlocks(WIDTH)
+    held.store(None, [1, 2, 3, 4, 5], tokens(1, 2, 3, 4, 5), HostTier.HBM)
+    held.remove([5, 4, 3], HostTier.HBM)
+    held.store_one(2, 7, tokens(7), HostTier.HBM)
+    held.check_integrity()
+    assert held.leading(None, tokens(1, 2, 3)) == Leading(2, 2)
+    assert held.leading(None, tokens(1, 2, 7)) == Leading(3, 3)
+    held.remove([7, 2, 1], HostTier.HBM)
+    assert (len(held), held._below, held._tips) == (0, {}, {})
+
+
+def test_a_chain_of_which_something_is_held_already_leaves_the_rest_as_it_was() -> None:
+    held = HeldBlocks(WIDTH)
+    held.store(None, [1, 2, 3], tokens(1, 2, 3), HostTier.HBM)
+    held.store(3, [4, 2, 5], tokens(4, 2, 5), HostTier.HBM)
+    held.check_integrity()
+    assert held.leading(None, tokens(1, 2, 3, 4)) == Leading(4, 4)
+    assert len(held) == 5
 
 
 def test_single_blocks_below_each_other_become_one_segment_unless_another_begins_there() -> None:

@@ -1,7 +1,7 @@
 """One real vLLM engine as a process that takes commands: JSON lines on stdin, a JSON line on file descriptor 3 for each.
 
-``{"do": "generate", "prompts": [{"tokens": [...], "salt": ..., "lora": ..., "params": {...}}], "max_tokens": n}`` answers with
-tokens, top logprobs, cached tokens and times of each prompt; ``metrics`` with vLLM's own Prometheus numbers; ``quit`` ends it.
+``{"do": "generate", "prompts": [{"tokens": [...], "salt": ..., "lora": ..., "params": {...}, "priority": ...}], "max_tokens": n}``
+answers with tokens, top logprobs, cached tokens and times of each prompt; ``metrics`` with vLLM's own Prometheus numbers; ``quit`` ends it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class Engine:
         prompts = [as_prompt(each) for each in command["prompts"]]
         sampling = [as_sampling(each, command["max_tokens"]) for each in command["prompts"]]
         loras = [as_lora(each.get("lora")) for each in command["prompts"]]
+        priorities = [each.get("priority", 0) for each in command["prompts"]]
         began = time.monotonic()
         outputs = self.llm.generate(
-            prompts, sampling, lora_request=loras if any(loras) else None, use_tqdm=False
-        )
+            prompts, sampling, lora_request=loras if any(loras) else None, use_tqdm=False,
+            priority=priorities if any(priorities) else None,
+        )  # fmt: skip
         return {"outputs": [as_json(o) for o in outputs], "seconds": time.monotonic() - began}
 
     def metrics(self, command: dict[str, Any]) -> dict[str, Any]:
