@@ -131,6 +131,7 @@ class _Peer:
 
     async def message(self) -> tuple[h11.Event, bytes]:
         """A head and the whole body. ConnectionClosed for a head: the peer has gone. Raises RemoteProtocolError."""
+        self._is_asked_for_head = False
         head = await self._event()
         body = bytearray()
         if not isinstance(head, (h11.Request, h11.Response)):

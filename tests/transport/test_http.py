@@ -110,6 +110,13 @@ async def test_who_asks_for_a_head_gets_no_body() -> None:
     assert answer.endswith(b"\r\n\r\n")
 
 
+async def test_what_follows_a_head_is_answered_in_full() -> None:
+    async with server() as port:
+        answer = await said(port, b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\n" + b"nonsense\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 2
+    assert answer.endswith(b"}")
+
+
 async def test_a_client_of_many_small_chunks_lets_others_have_their_turn() -> None:
     async with server() as port:
         turns = 0
