@@ -55,7 +55,8 @@ async def get(url: str, max_bytes: int = 4 << 20) -> bytes:
                 h11.Request(method="GET", target=where.path or "/", headers=fields), h11.EndOfMessage()
             )
             head, body = await peer.message()
-    except (OSError, trio.BrokenResourceError) as error:
+    except (OSError, trio.BrokenResourceError, h11.LocalProtocolError, ValueError) as error:
+        # the last two: it is no URL that can be asked for
         raise NodeUnavailable(url, str(error)) from error
     if not isinstance(head, h11.Response) or head.status_code != 200:
         said = f"{head.status_code}" if isinstance(head, h11.Response) else "nothing"

@@ -54,6 +54,13 @@ async def test_get_has_the_body_or_says_why_not() -> None:
         await http.get(f"http://127.0.0.1:{port}/a")
 
 
+@pytest.mark.parametrize("path", ["/a b", "/\u00e9", ":99999/"])
+async def test_what_cannot_be_asked_for_cannot_be_had(path: str) -> None:
+    async with server() as port:
+        with pytest.raises(NodeUnavailable):
+            await http.get(f"http://127.0.0.1{path}" if path[0] == ":" else f"http://127.0.0.1:{port}{path}")
+
+
 async def test_a_connection_stays_open_for_the_next_request() -> None:
     async with server() as port:
         answer = await said(
