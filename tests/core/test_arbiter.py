@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from dpurt.core.arbiter import Arbiter, Budget
 from dpurt.core.predictor import Prediction
@@ -99,7 +100,7 @@ def test_what_is_there_before_its_need_is_read_from_however_slow_a_device():
 def test_each_sequence_has_its_own_break_even():
     arbiter = Arbiter(budget())
     arbiter.latency_s = 0.2
-    batch = [want(1, 0.0)._replace(sequence=7), want(2, 0.0)._replace(sequence=8)]
+    batch = [replace(want(1, 0.0), sequence=7), replace(want(2, 0.0), sequence=8)]
     plan = arbiter.plan(batch, View(recompute=0.05), 0.0, {7: 1, 8: 100}.__getitem__)
     assert (reasons(plan), blocks(plan.fetches)) == (["recompute_cheaper"], [2])
 
@@ -332,7 +333,7 @@ def test_a_prefetch_must_be_worth_more_than_the_block_that_leaves_by_a_margin_un
     probability, worth, price, is_fetched
 ):
     plan = Arbiter(budget()).plan(
-        [want(1, probability=probability)._replace(worth=worth)], View(prices={1: price}), 0.0
+        [replace(want(1, probability=probability), worth=worth)], View(prices={1: price}), 0.0
     )
     assert blocks(plan.fetches) == [1] * is_fetched
     assert reasons(plan) == ["not_worth_room"] * (not is_fetched)
@@ -340,5 +341,5 @@ def test_a_prefetch_must_be_worth_more_than_the_block_that_leaves_by_a_margin_un
 
 def test_within_a_quantum_the_one_worth_most_goes_first():
     arbiter = Arbiter(budget(queue_depth=1))
-    plan = arbiter.plan([want(1)._replace(worth=0.1), want(2)._replace(worth=0.2)], View(), 0.0)
+    plan = arbiter.plan([replace(want(1), worth=0.1), replace(want(2), worth=0.2)], View(), 0.0)
     assert blocks(plan.fetches) == [2]
