@@ -323,13 +323,13 @@ class VhostUserBdev(QueuedBdev):
         return ring.deallocate(kind, offset, length, (operation, Transfer(length, [])))
 
     def _reap(self, session: Session[_Request]) -> None:
-        """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError."""
-        try:
-            for ring in session.rings:
-                for (operation, transfer), status in ring.answers():
-                    self._take_answer(session, operation, transfer, status)
-        finally:
-            self._feed()
+        """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError: then it is given
+        nothing more.
+        """
+        for ring in session.rings:
+            for (operation, transfer), status in ring.answers():
+                self._take_answer(session, operation, transfer, status)
+        self._feed()
         if not session.num_held:
             self._dry.set()
 
@@ -353,9 +353,11 @@ class VhostUserBdev(QueuedBdev):
             self._launch(operation)
 
     def _feed(self) -> None:
-        """Those who waited for room, in order."""
+        """Those who waited for room, in order. They wait on where the session is lost: `_leave` refuses them."""
         session = self._session
-        while self._starved and session is not None and not self._is_paused:
+        if session is None or session.lost_because is not None:
+            return
+        while self._starved and not self._is_paused:
             operation = self._starved[0]
             if operation.settled is not None:
                 self._queue.answer(self._starved.popleft())  # given up, and the device never had it

@@ -201,8 +201,11 @@ class Conversation:
         closed link would end the session under it. A node that is silent is not waited for long.
         """
         if self.current is not None:
-            with suppress(DeadlineExceeded, RemoteProtocolError):
-                await self.exchange(m.Bye(), m.Ok, trio.current_time() + _GOODBYE_S)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.read)  # that of a caller who was cancelled has ended
+                with suppress(DeadlineExceeded, RemoteProtocolError):
+                    await self.exchange(m.Bye(), m.Ok, trio.current_time() + _GOODBYE_S)
+                nursery.cancel_scope.cancel()
             await self.lose(self.current)
 
     async def keep_memories(self) -> None:

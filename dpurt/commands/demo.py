@@ -193,7 +193,7 @@ def _intro(plan: Plan, args: argparse.Namespace) -> str:
         f"dpurt demo: {len(plan.requests)} requests of a real chat trace (Mooncake), two hosts, one node on {DEVICES[args.bdev]}\n"
         f"  scales: time x{plan.speed:g} ({plan.span_s:.0f} s), bytes 1/{scales['bytes_scale']} "
         f"({plan.block_bytes >> 10} KiB for a 512-token block; the 70B model has {TRACE_BLOCK_BYTES >> 20} MiB);\n"
-        f"  arrivals the trace rounds to one time are spread over the time to the next;\n"
+        f"  arrivals the trace rounds to one time are spread over a step of its clock;\n"
         f"  the trace has block ids only, so tokens and KV bytes are synthetic; there is no GPU\n"
         f"  {plan.block_refs:,} block references, {plan.distinct_blocks:,} distinct blocks "
         f"({plan.store_bytes / 2**30:.1f} GiB file),\n"

@@ -78,21 +78,19 @@ def make_plan(trace: Sequence[Request], *, block_bytes: int, staging_share: floa
         refs += len(blocks)
     return Plan(
         requests, block_bytes, len(seen), refs, ideal, max(MIN_STAGING_BLOCKS, int(len(seen) * staging_share)), speed,
-        trace[-1].timestamp_s / speed,
+        times[-1] / speed,
     )  # fmt: skip
 
 
 def spread(times: Sequence[float]) -> list[float]:
-    """Arrivals at one reading of the trace's clock, evenly over the time until its next one.
+    """Arrivals at one reading of the trace's clock, evenly over one step of it: the least time between two readings, so that a
+    pause in the trace stays one.
 
     Mooncake's traces are rounded to 3 s: left so, ten requests at a time would come at once, and wait for one another.
     """
-    made: list[float] = []
-    for at_s, group in itertools.groupby(times):
-        count = len(list(group))
-        later = times[len(made) + count] if len(made) + count < len(times) else at_s
-        made += [at_s + i * (later - at_s) / count for i in range(count)]
-    return made
+    readings = [(at_s, len(list(group))) for at_s, group in itertools.groupby(times)]
+    step_s = min((later - at_s for (at_s, _), (later, _) in itertools.pairwise(readings)), default=0.0)
+    return [at_s + i * step_s / count for at_s, count in readings for i in range(count)]
 
 
 def topology_of(

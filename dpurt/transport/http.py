@@ -1,6 +1,7 @@
 """HTTP/1.1 between programs: a GET to an engine, and the connections of a loopback server of small pages. `h11` has the protocol.
 
-Everything is bounded: heads and bodies in bytes, a client's requests in time; a `get` in time by the caller's cancel scope.
+Everything is bounded: heads and bodies in bytes, a server's connections in number (one too many is closed at once), a client's
+requests in time; a `get` in time by the caller's cancel scope. Whatever a client sends ends its own connection at worst.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dpurt.errors import NodeUnavailable, RemoteProtocolError
 __all__ = ["HttpAnswer", "HttpRequest", "get", "listen", "port_of", "serve"]
 
 MAX_HEAD_BYTES = 16_384
+MAX_CONNECTIONS = 64  # of one server
 REQUEST_S = 30.0  # for a request, and for the next one to come
 _STATUS_OF = {"too_large": 413, "head_too_large": 431}
 
@@ -53,7 +55,8 @@ async def get(url: str, max_bytes: int = 4 << 20) -> bytes:
                 h11.Request(method="GET", target=where.path or "/", headers=fields), h11.EndOfMessage()
             )
             head, body = await peer.message()
-    except (OSError, trio.BrokenResourceError) as error:
+    except (OSError, trio.BrokenResourceError, h11.LocalProtocolError, ValueError) as error:
+        # the last two: it is no URL that can be asked for
         raise NodeUnavailable(url, str(error)) from error
     if not isinstance(head, h11.Response) or head.status_code != 200:
         said = f"{head.status_code}" if isinstance(head, h11.Response) else "nothing"
@@ -78,14 +81,27 @@ async def serve(
 ) -> None:
     """Answer requests, with bodies of at most `max_bytes`, until cancelled."""
 
+    places = trio.Semaphore(MAX_CONNECTIONS)
+
     async def converse(stream: trio.SocketStream) -> None:
         async with stream:
-            peer = _Peer(stream, h11.Connection(h11.SERVER, MAX_HEAD_BYTES), max_bytes)
-            with suppress(trio.BrokenResourceError):
-                while await peer.serve_one(answer):
-                    pass
+            with suppress(trio.WouldBlock):
+                places.acquire_nowait()
+                try:
+                    await _converse(stream, answer, max_bytes)
+                finally:
+                    places.release()
 
     await trio.serve_listeners(converse, listeners)
+
+
+async def _converse(
+    stream: trio.SocketStream, answer: Callable[[HttpRequest], HttpAnswer], max_bytes: int
+) -> None:
+    peer = _Peer(stream, h11.Connection(h11.SERVER, MAX_HEAD_BYTES), max_bytes)
+    with suppress(trio.BrokenResourceError):
+        while await peer.serve_one(answer):
+            pass
 
 
 class _Peer:
@@ -95,19 +111,20 @@ class _Peer:
         self._stream = stream
         self._connection = connection
         self._max_bytes = max_bytes
+        self._is_asked_for_head = False
 
     async def serve_one(self, answer: Callable[[HttpRequest], HttpAnswer]) -> bool:
         """One request and its answer; whether there may be another."""
         with trio.move_on_after(REQUEST_S):
             try:
                 head, body = await self.message()
+                if not isinstance(head, h11.Request):
+                    return False
+                request = HttpRequest(head.method.decode("ascii"), _path_of(head), body)
             except RemoteProtocolError as error:
                 await self._refuse(error)
                 return False
-            if not isinstance(head, h11.Request):
-                return False
-            path = urlsplit(head.target.decode("latin-1")).path
-            await self._answer(answer(HttpRequest(head.method.decode("ascii"), path, body)))
+            await self._answer(answer(request))
             if self._connection.our_state is h11.DONE and self._connection.their_state is h11.DONE:
                 self._connection.start_next_cycle()
                 return True
@@ -115,15 +132,22 @@ class _Peer:
 
     async def message(self) -> tuple[h11.Event, bytes]:
         """A head and the whole body. ConnectionClosed for a head: the peer has gone. Raises RemoteProtocolError."""
+        self._is_asked_for_head = False
         head = await self._event()
         body = bytearray()
-        if isinstance(head, h11.ConnectionClosed):
+        if not isinstance(head, (h11.Request, h11.Response)):
             return head, b""
+        self._is_asked_for_head = isinstance(head, h11.Request) and head.method == b"HEAD"
+        self._check_size(next((int(size) for name, size in head.headers if name == b"content-length"), 0))
         while isinstance(event := await self._event(), h11.Data):
             body += event.data
-            if len(body) > self._max_bytes:
-                raise RemoteProtocolError("too_large", f"a body of more than {self._max_bytes} bytes")
+            self._check_size(len(body))
+            await trio.lowlevel.checkpoint()  # thousands of small chunks may have come at once
         return head, bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise RemoteProtocolError("too_large", f"a body of more than {self._max_bytes} bytes")
 
     async def send(self, *events: h11.Event) -> None:
         await self._stream.send_all(b"".join(self._connection.send(event) or b"" for event in events))
@@ -145,9 +169,22 @@ class _Peer:
         fields = [("Content-Type", answer.content_type), ("Content-Length", str(len(answer.body))), *more]
         reason = HTTPStatus(answer.status).phrase
         head = h11.Response(status_code=answer.status, headers=fields, reason=reason.encode("ascii"))
-        await self.send(head, h11.Data(data=answer.body), h11.EndOfMessage())
+        body = b"" if self._is_asked_for_head else answer.body
+        await self.send(head, h11.Data(data=body), h11.EndOfMessage())
 
     async def _refuse(self, error: RemoteProtocolError) -> None:
         if self._connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode({"error": error.message, "code": error.code})
             await self._answer(HttpAnswer(_STATUS_OF.get(error.code, 400), body), ("Connection", "close"))
+
+
+def _path_of(head: h11.Request) -> str:
+    """Which page is meant. Raises RemoteProtocolError where none can be."""
+    target = head.target.decode("ascii")
+    try:
+        where = urlsplit(target)
+    except ValueError as error:
+        raise RemoteProtocolError("malformed", f"{target!r}: {error}") from error
+    if head.method == b"CONNECT":
+        raise RemoteProtocolError("malformed", "this is no proxy")
+    return where.path

@@ -358,6 +358,31 @@ async def test_a_lie_in_the_used_ring_costs_the_session_and_frees_no_buffer(
         assert await good_again(bdev) == target.image[:4096]
 
 
+async def test_what_waits_for_room_is_not_shown_to_a_liar(target: FakeVhostTarget, socket_path: Path) -> None:
+    async with opened(socket_path, bounce_bytes=128 << 10) as bdev:
+        target.is_holding = True
+        ends: dict[str, str] = {}
+
+        async def read(name: str) -> None:
+            try:
+                await bdev.read_into(0, [aligned_buffer(4096)], soon(0.5))
+                ends[name] = "ok"
+            except BdevError as error:
+                ends[name] = error.status
+
+        async with trio.open_nursery() as nursery:
+            for held, name in enumerate(("first", "second"), 1):
+                nursery.start_soon(read, name)
+                await until(lambda held=held: target.num_held == held)  # type: ignore[misc]
+            nursery.start_soon(read, "waiting")
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            target.lie = "twice"  # once is good, and makes room
+            target.release(1)
+        assert ends == {"first": "ok", "second": "timed_out", "waiting": "unavailable"}
+        target.is_holding = False
+        assert await good_again(bdev) == target.image[:4096]
+
+
 async def test_noise_in_the_used_ring_never_harms_more_than_the_session(
     target: FakeVhostTarget, socket_path: Path, region: MemfdRegion
 ) -> None:

@@ -32,7 +32,13 @@ def test_time_is_divided_by_the_speed() -> None:
 
 def test_requests_at_one_reading_of_the_trace_clock_come_one_after_the_other() -> None:
     plan = plan_of(*(request(at_s, 1) for at_s in (0, 0, 0, 3, 6, 6)))
-    assert [one.at_s for one in plan.requests] == [0, 1, 2, 3, 6, 6]
+    assert [one.at_s for one in plan.requests] == [0, 1, 2, 3, 6, 7.5]
+    assert plan.span_s == 7.5
+
+
+def test_a_pause_in_the_trace_stays_one() -> None:
+    plan = plan_of(*(request(at_s, 1) for at_s in (0, 3, 3, 63)))
+    assert [one.at_s for one in plan.requests] == [0, 3, 4.5, 63]
 
 
 def test_a_last_block_that_is_not_full_is_left_out_unless_it_is_the_only_one() -> None:

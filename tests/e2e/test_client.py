@@ -238,6 +238,25 @@ async def test_a_node_that_is_behind_hears_all_that_a_closing_client_said(
         assert node.gateway.hosts.ended == {"bye": 1}
 
 
+@pytest.mark.parametrize("fabric", ["tcp", "shm"])
+async def test_a_client_that_is_cancelled_hears_the_answer_to_its_goodbye(
+    tmp_path: Path, fabric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "_GOODBYE_S", 60.0)
+    config = small_config(tmp_path / "run")
+    async with running(config) as node:
+        with trio.CancelScope() as scope:
+            async with connect(
+                node.gateway.endpoint, host="host-a", spaces=spaces_of(config), fabrics=[fabric]
+            ) as client:
+                await store(client, "r", 0)
+                began = trio.current_time()
+                scope.cancel()
+                await trio.sleep_forever()
+        assert trio.current_time() - began < 0.9, "`connect` gives up after a second"
+        assert node.gateway.hosts.ended == {"bye": 1}
+
+
 # --- which fabric, and where ---
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
+import trio.testing
 
 from dpurt.errors import NodeUnavailable, RemoteProtocolError
 from dpurt.transport import http
@@ -53,6 +54,13 @@ async def test_get_has_the_body_or_says_why_not() -> None:
         await http.get(f"http://127.0.0.1:{port}/a")
 
 
+@pytest.mark.parametrize("path", ["/a b", "/\u00e9", ":99999/"])
+async def test_what_cannot_be_asked_for_cannot_be_had(path: str) -> None:
+    async with server() as port:
+        with pytest.raises(NodeUnavailable):
+            await http.get(f"http://127.0.0.1{path}" if path[0] == ":" else f"http://127.0.0.1:{port}{path}")
+
+
 async def test_a_connection_stays_open_for_the_next_request() -> None:
     async with server() as port:
         answer = await said(
@@ -73,12 +81,66 @@ async def test_a_connection_stays_open_for_the_next_request() -> None:
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 101\r\n\r\n" + b"x" * 101, b"413"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * http.MAX_HEAD_BYTES, b"431"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 101\r\n\r\n", b"413"),
+        (b"GET //[ HTTP/1.1\r\nHost: x\r\n\r\n", b"400"),
+        (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", b"400"),
+        (b"HEAD / HTTP/1.1\r\nHost: x\r\nContent-Length: 101\r\n\r\n" + b"x" * 101, b"413"),
     ],
 )
 async def test_what_is_no_request_or_too_large_is_refused(request_bytes: bytes, status: bytes) -> None:
     async with server() as port:
         assert (await said(port, request_bytes)).startswith(b"HTTP/1.1 " + status)
         assert await http.get(f"http://127.0.0.1:{port}/still") == b"GET /still "
+
+
+async def test_one_connection_too_many_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
+    one = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with server() as port:
+        async with await trio.open_tcp_stream("127.0.0.1", port) as first:
+            await first.send_all(one)
+            assert await first.receive_some()
+            with trio.fail_after(5):
+                async with await trio.open_tcp_stream("127.0.0.1", port) as second:
+                    assert not await second.receive_some()
+            await first.send_all(one)
+            assert await first.receive_some()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert await http.get(f"http://127.0.0.1:{port}/a") == b"GET /a "
+
+
+async def test_who_asks_for_a_head_gets_no_body() -> None:
+    async with server() as port:
+        answer = await said(port, b"HEAD /a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"Content-Length: 8\r\n" in answer
+    assert answer.endswith(b"\r\n\r\n")
+
+
+async def test_what_follows_a_head_is_answered_in_full() -> None:
+    async with server() as port:
+        answer = await said(port, b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\n" + b"nonsense\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 2
+    assert answer.endswith(b"}")
+
+
+async def test_a_client_of_many_small_chunks_lets_others_have_their_turn() -> None:
+    async with server() as port:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream, trio.open_nursery() as nursery:
+            head = b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await stream.send_all(head + b"1\r\nx\r\n" * SMALL + b"0\r\n\r\n")
+            nursery.start_soon(others)
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200")
+            nursery.cancel_scope.cancel()
+        assert turns >= SMALL // 2
 
 
 async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:

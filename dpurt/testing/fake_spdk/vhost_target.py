@@ -135,10 +135,10 @@ class FakeVhostTarget:
 
     # --- for the test's thread ---
 
-    def release(self) -> None:
-        """Complete what hung."""
-        self.is_holding = False
-        self._tell(self._release)
+    def release(self, count: int | None = None) -> None:
+        """Complete what hung, or so much of it while the rest hangs on."""
+        self.is_holding = count is not None
+        self._tell(lambda: self._release(count))
 
     @property
     def num_held(self) -> int:
@@ -184,8 +184,9 @@ class FakeVhostTarget:
         self._listener.close()
         self._is_over = True
 
-    def _release(self) -> None:
-        held, self._held = self._held, []
+    def _release(self, count: int | None) -> None:
+        number = len(self._held) if count is None else count
+        held, self._held = self._held[:number], self._held[number:]
         for taken in held:
             self._carry_out(taken)
 
