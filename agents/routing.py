@@ -36,7 +36,7 @@ from .spaces import SpaceState
 from .staging import StagingAgent
 
 T = TypeVar("T")
-MAX_BODY_BYTES = 32 << 20
+MAX_BODY_BYTES = 12 << 20  # 1.5 million tokens
 
 
 class RoutingAgent(Actor[None]):
