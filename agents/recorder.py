@@ -132,38 +132,27 @@ class RecorderAgent(Actor[None]):
         return not self._taps.prefetch.events_seen and not any(pool.takes for pool in pools)
 
     def _put_tape(self, tape: Tape) -> None:
-        taps = self._taps
-        for tapped in (
-            taps.staging,
-            taps.intake,
-            taps.prefetch,
-            taps.gateway,
-            taps.gateway.transfers,
-            taps.access,
-        ):
-            tapped.tape = tape
-        core = taps.prefetch.core
+        self._hand_out(tape)
+        core = self._taps.prefetch.core
         if core is not None:
             core.view = TapedView(core.view, tape)
         for slab in self._slabs():
             slab.pool.wrap_policy(_taped(slab.number, tape))
 
     def _take_tape(self) -> None:
-        taps = self._taps
-        for tapped in (
-            taps.staging,
-            taps.intake,
-            taps.prefetch,
-            taps.gateway,
-            taps.gateway.transfers,
-            taps.access,
-        ):
-            tapped.tape = None
-        core = taps.prefetch.core
+        self._hand_out(None)
+        core = self._taps.prefetch.core
         if core is not None and isinstance(core.view, TapedView):
             core.view = core.view.view
         for slab in self._slabs():
             slab.pool.wrap_policy(_untaped)
+
+    def _hand_out(self, tape: Tape | None) -> None:
+        """To all who note on it themselves."""
+        taps = self._taps
+        gateway = taps.gateway
+        for tapped in (taps.staging, taps.intake, taps.prefetch, gateway, gateway.transfers, taps.access):
+            tapped.tape = tape
 
     def _slabs(self) -> Iterator[Slab]:
         """Those that hold whole blocks. Decode staging, of parts, has a core of its own, which is not recorded."""
