@@ -6,9 +6,9 @@ made of tokens that stand for the trace's block ids; what hosts hold is entered 
 model: a cache of blocks, and a queue that computes what is not cached at a fixed rate, and tells of it in chunks of 8,192
 tokens. *Reuse* is of leading cached blocks, as a share of what one cache for all hosts would give, which no routing can beat.
 *Load* is what a host was given, in prompt tokens: its coefficient of variation (CV) over the hosts. Round robin sees the same
-requests at the same times. A decision is timed by the clock and in CPU time. The machine may do other things, and takes the
-core away for milliseconds then: so each trace is replayed several times, with the same decisions, and a decision's time is the
-median of its own. The p99 of all of them, such pauses included, is shown beside it.
+requests at the same times. Each trace is replayed several times, with the same decisions, each timed by the clock and in CPU
+time. The target is for the p99 of them all. A machine with other work takes the core away for milliseconds: beside it stands the
+p99 of what each decision took in the median, which has no such pauses in it.
 
 Traces are the slices in `bench/traces`; whole ones are taken where the folder named in `DPURT_TRACES` has them.
 """
@@ -180,10 +180,13 @@ def _figures(name: str, requests: Sequence[Request]) -> list[Figure]:
             name=f"{name}: load, CV over hosts", value=ours.load_cv, unit="", peer=peer, peer_value=theirs.load_cv,
             target="< 0.3", holds=ours.load_cv < 0.3,
         ),
-        Figure(name=f"{name}: a decision, p99", value=_p99_ms(wall), unit="ms", target="< 1 ms", holds=_p99_ms(wall) < 1),
-        Figure(name=f"{name}: its CPU time, p99", value=_p99_ms(cpu), unit="ms"),
+        Figure(
+            name=f"{name}: a decision, p99", value=_p99_ms(everything), unit="ms", target="< 1 ms",
+            holds=_p99_ms(everything) < 1,
+        ),
+        Figure(name=f"{name}: p99 of each one's median", value=_p99_ms(wall), unit="ms"),
+        Figure(name=f"{name}: the same, CPU time", value=_p99_ms(cpu), unit="ms"),
         Figure(name=f"{name}: a decision, median", value=statistics.median(wall) * 1e3, unit="ms"),
-        Figure(name=f"{name}: p99 of all {len(everything)}, with pauses of the machine", value=_p99_ms(everything), unit="ms"),
         Figure(
             name=f"{name}: modelled time to first token, mean", value=statistics.mean(ours.ready_s), unit="s", peer=peer,
             peer_value=statistics.mean(theirs.ready_s), ratio=statistics.mean(theirs.ready_s) / statistics.mean(ours.ready_s),
