@@ -72,8 +72,10 @@ async def test_the_page_has_every_number_with_names_as_labels() -> None:
 )  # fmt: skip
 async def test_anything_else_is_not_found(request_line: bytes, status: bytes) -> None:
     async with metrics_port() as port:
-        head, _ = await ask(port, request_line + b"\r\nHost: x\r\nConnection: close\r\n\r\n")
+        head, body = await ask(port, request_line + b"\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 " + status)
+    assert not body or status == b"400", "a refusal says why, and nothing of the node"
+    assert b"dpurt_" not in body
 
 
 async def test_an_endless_request_and_a_vanishing_client_do_no_harm() -> None:
