@@ -140,20 +140,20 @@ class Guest:
         if how == "view" and self._name.startswith("shm"):
             async with self._client.view(name, first, count, **fields) as blocks:
                 await trio.sleep(rng.choice([0, 0.01]))
-                self._check(name, space, shard, chain, first, parts, blocks)
+                self._check(name, space, shard, chain, first, parts, blocks, how)
         elif how == "push":
             region = await self._client.landing(count * PAYLOAD, timeout_s=1.0)
             offsets = [i * PAYLOAD for i in range(count)]
             blocks = await self._client.load_pushed(name, first, region, offsets, **fields)
-            self._check(name, space, shard, chain, first, parts, blocks)
+            self._check(name, space, shard, chain, first, parts, blocks, how)
         else:
             into = [memoryview(bytearray(PAYLOAD)) for _ in range(count)]
             blocks = await self._client.load(name, first, into, **fields)
-            self._check(name, space, shard, chain, first, parts, blocks)
+            self._check(name, space, shard, chain, first, parts, blocks, how)
 
     def _check(
         self, name: str, space: str, shard: int, chain: Sequence[int], first: int, parts: tuple[int, int] | None,
-        blocks: Sequence[LoadedBlock],
+        blocks: Sequence[LoadedBlock], how: str,
     ) -> None:  # fmt: skip
         start, stop = parts or (0, PARTS)
         for i, block in enumerate(blocks):
@@ -163,7 +163,9 @@ class Guest:
                 asked = [(s, r, c[: at + 1]) for s, r, c in self._prompts[name] if len(c) > at]
                 assert (space, shard, list(chain[: at + 1])) in asked
                 right = {content(*one)[4096 * start : 4096 * stop] for one in asked}
-                assert bytes(block.data) in right, "wrong bytes"
+                assert bytes(block.data) in right, (
+                    f"wrong bytes: {how} of {name}, block {at}, {self._prompts[name]}"
+                )
                 self.served += 1
 
     async def _store(
