@@ -31,6 +31,7 @@ from dpurt.testing.raw_host import raw_host
 from dpurt.wire import messages as m
 
 SEEDS = [int(seed) for seed in os.environ.get("DPURT_CHAOS_SEEDS", "1,2").split(",")]
+SHARED = 0.2  # of the requests: under a name another task may use
 SECONDS = float(os.environ.get("DPURT_CHAOS_SECONDS", "3"))
 PARTS = 4
 PAYLOAD = PARTS * 4096
@@ -65,8 +66,9 @@ def content(space: str, shard: int, chain: Sequence[int]) -> bytes:
 class Guest:
     """One client's random requests. Whatever is served must be right; any refusal is fine.
 
-    Now and then two tasks take the same name. Mostly one is refused; but where one's request has just ended, a load by that
-    name is the other's. So a block is right if it is of a prompt that was given under that name.
+    Now and then two tasks take the same name, which hosts must not do. Mostly one is refused; but where one's request has just
+    ended, a load by that name is of the other's prompt (in the shard the load names). So under a shared name a block is right
+    if it is of a prompt that was given under it, and no such name is used for a view, which the other task's end would end.
     """
 
     def __init__(self, client: Client, name: str, rng: random.Random) -> None:
@@ -78,16 +80,16 @@ class Guest:
 
     async def run(self) -> None:
         while True:
-            self._number += (
-                self._rng.random() < 0.9
-            )  # else it takes a name another task may be using: that is refused
+            self._number += 1
+            is_shared = self._rng.random() < SHARED
+            name = f"shared-{self._number // 8}" if is_shared else str(self._number)
             try:
-                await self._request(f"{self._name}-{self._number}")
+                await self._request(f"{self._name}-{name}", is_shared)
             except DpurtError:
                 self.refused += 1
                 await trio.sleep(0.01)
 
-    async def _request(self, name: str) -> None:
+    async def _request(self, name: str, is_shared: bool) -> None:
         rng = self._rng
         space = rng.choice(SPACES)
         shard = rng.randrange(2) if space == "ranks" else 0
@@ -101,7 +103,10 @@ class Guest:
             if rng.random() < 0.3:
                 await self._hint(name, found.matched_blocks)
             if found.matched_blocks:
-                await self._load(name, space, shard, chain, found.matched_blocks)
+                kinds = (
+                    ["load", "push"] if is_shared or not name.startswith("shm") else ["load", "push", "view"]
+                )
+                await self._load(name, space, shard, chain, found.matched_blocks, rng.choice(kinds))
             await self._store(name, space, shard, chain, prompt, found.matched_blocks)
         if rng.random() < 0.5:
             await self._client.finish(name, "end_turn")
@@ -129,15 +134,16 @@ class Guest:
             )
         )  # fmt: skip
 
-    async def _load(self, name: str, space: str, shard: int, chain: Sequence[int], matched: int) -> None:
+    async def _load(
+        self, name: str, space: str, shard: int, chain: Sequence[int], matched: int, how: str
+    ) -> None:
         rng = self._rng
         first = rng.randrange(matched)
         count = rng.randint(1, matched - first)
         start = rng.randrange(PARTS)
         parts = (start, rng.randint(start + 1, PARTS)) if rng.random() < 0.4 else None
         fields: dict[str, Any] = {"parts": parts, "shard": shard, "timeout_s": rng.choice([0.02, 1.0])}
-        how = rng.choice(["load", "view", "push"])
-        if how == "view" and self._name.startswith("shm"):
+        if how == "view":
             async with self._client.view(name, first, count, **fields) as blocks:
                 await trio.sleep(rng.choice([0, 0.01]))
                 self._check(name, space, shard, chain, first, parts, blocks, how)
@@ -160,9 +166,9 @@ class Guest:
             if block.is_ok:
                 assert block.data is not None
                 at = first + i
-                asked = [(s, r, c[: at + 1]) for s, r, c in self._prompts[name] if len(c) > at]
-                assert (space, shard, list(chain[: at + 1])) in asked
-                right = {content(*one)[4096 * start : 4096 * stop] for one in asked}
+                asked = [(s, c[: at + 1]) for s, _, c in self._prompts[name] if len(c) > at]
+                assert (space, list(chain[: at + 1])) in asked
+                right = {content(s, shard, c)[4096 * start : 4096 * stop] for s, c in asked}
                 assert bytes(block.data) in right, (
                     f"wrong bytes: {how} of {name}, block {at}, {self._prompts[name]}"
                 )
