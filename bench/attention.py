@@ -30,7 +30,7 @@ from dpurt.replay.attention import (
     closed_percent,
     replay_attention,
 )
-from dpurt.replay.attention_recall import PREDICTORS, recall
+from dpurt.replay.attention_recall import PREDICTORS, Share, recall
 from dpurt.replay.attention_timing import Pace
 from dpurt.replay.attention_trace import AttentionTrace, read_attention
 
@@ -158,19 +158,18 @@ def baselines(traces: list[AttentionTrace]) -> Iterator[Row]:
 
 
 def recalls(traces: list[AttentionTrace]) -> Iterator[Row]:
-    """Predictors without a cache."""
+    """Predictors without a cache: the share found of what has a mass, and what it may have been of all."""
     yield ["trace", "predictor", "equal", "twice", "mass"]
     for trace in traces:
         for name in PREDICTORS:
-            if name == "hint":
-                for lookahead in trace.lookaheads:
-                    yield [
-                        trace.name,
-                        f"hint {lookahead}",
-                        *map("{:.2f}".format, recall(trace, name, lookahead)),
-                    ]
-            elif name != "snapkv" or trace.warm_turns:
-                yield [trace.name, name, *map("{:.2f}".format, recall(trace, name))]
+            for lookahead in trace.lookaheads if name == "hint" else (1,):
+                if name != "snapkv" or trace.warm_turns:
+                    label = f"hint {lookahead}" if name == "hint" else name
+                    yield [trace.name, label, *map(_share, recall(trace, name, lookahead))]
+
+
+def _share(share: Share) -> str:
+    return f"{share.known:.2f} ({share.least:.2f}-{share.most:.2f})"
 
 
 def hints(

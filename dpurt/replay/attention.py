@@ -77,10 +77,13 @@ _TABLE = (
     AttentionPolicy(name="ewma", summary="decayed mass", foresight=foresights.Ewma),
     AttentionPolicy(name="heavy_hitters", summary="all mass so far (H2O)", foresight=foresights.HeavyHitters),
     AttentionPolicy(name="snapkv", summary="mass at the prompt's tail", foresight=foresights.SnapKv),
-    AttentionPolicy(name="next_block", summary="the block behind each", foresight=foresights.NextBlock),
+    AttentionPolicy(name="next_block", summary="blocks behind decayed mass", foresight=foresights.NextBlock),
     AttentionPolicy(name="hint", summary="the engine's hints as they come", foresight=foresights.HintedRanks),
     AttentionPolicy(
-        name="lru_pool", summary="on demand, one LRU for all layers", foresight=foresights.Lru, pooled=True
+        name="lru_pool",
+        summary="on demand, one LRU for all layers",
+        foresight=foresights.LruPool,
+        pooled=True,
     ),
     AttentionPolicy(
         name="dpurt",

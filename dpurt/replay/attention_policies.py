@@ -7,11 +7,11 @@ look at what has not happened. Baselines, by name:
 - `lru`, `lfu`, `belady`: demand only. LFU counts all demand of the scored steps, whether resident or not.
 - `previous_step`, `previous_layer`: the mass of the layer's last step; of the layer before, in this step.
 - `ewma`: decayed mass; `heavy_hitters` (H2O): all mass so far; `snapkv`: the mass at the prompt's tail.
-- `next_block`: the blocks behind those of the last step.
+- `next_block`: the blocks behind those of most decayed mass.
 - `hint`: the hint's first ranks, as many as a layer demands.
 - `oracle`: what the layer will demand, under the same budget.
 
-All of these evict by LRU but `lfu` and `belady`. Ours, `dpurt`: see `dpurt.core.attention`.
+All of these evict by LRU but `lfu` and `belady`; `lru_pool` is one LRU for all layers. Ours, `dpurt`: see `dpurt.core.attention`.
 """
 
 from __future__ import annotations
@@ -59,14 +59,26 @@ class Lru:
         return None
 
     def fetched(self, turn: int, layer: int, columns: npt.NDArray[np.intp]) -> None:
-        self._stamp[layer, columns] = turn * self.trace.layers + layer - 0.5
+        self._stamp[layer, columns] = turn - 0.25
 
     def values(self, turn: int, layer: int) -> Floats:
-        # a turn is `layers` long, so that in a pool the layer that ran last is the most recent
         stamp = self._stamp[layer]
-        now = turn * self.trace.layers + layer
-        stamp[self.trace.demand[turn, layer]] = now + self._late
+        stamp[self.trace.demand[turn, layer]] = turn + self._late / 2
         known: Floats = stamp[: self.trace.columns[turn]]
+        return known
+
+
+class LruPool(Lru):
+    """For one pool of all layers: ages are counted in turns of the column's own layer, of equals the one with less mass leaves.
+
+    By the clock the longest unused are always those the next layer is about to want, and such an LRU is worth less than
+    a share for each layer.
+    """
+
+    def values(self, turn: int, layer: int) -> Floats:
+        stamp = self._stamp[layer]
+        stamp[self.trace.demand[turn, layer]] = turn + self._late / 2
+        known: Floats = stamp[: self.trace.columns[turn]] - turn
         return known
 
 
@@ -182,16 +194,14 @@ class SnapKv(_Scored):
         return super().values(turn, layer)
 
 
-class NextBlock(_Scored):
-    """The blocks behind those the layer wanted in the step before."""
+class NextBlock(Ewma):
+    """The blocks behind those with most decayed mass."""
 
-    def values(self, turn: int, layer: int) -> Floats:
-        row = self._table[layer]
-        row[:] = 0
-        behind = self.trace.demand[turn, layer] + 1
-        is_cold = behind < self.trace.columns[turn]
-        row[behind[is_cold]] = self.trace.mass[turn, layer][is_cold] + 1e-9
-        return super().values(turn, layer)
+    def table(self, turn: int, layer: int) -> Floats:
+        row = super().table(turn, layer)
+        behind = np.zeros_like(row)
+        behind[1:] = row[:-1]
+        return behind
 
 
 class HintedRanks(_Scored):

@@ -16,6 +16,7 @@ from dpurt.replay.attention import (
     replay_attention,
     run_attention,
 )
+from dpurt.replay.attention_policies import LruPool
 from dpurt.replay.attention_timing import Pace, ReadPipe
 from dpurt.replay.attention_trace import AttentionTrace, read_attention
 
@@ -173,7 +174,19 @@ def test_without_hints_nothing_of_them_is_used(trace):
     )
 
 
-@pytest.mark.parametrize("name", ["dpurt", "dpurt_lean", "ewma", "previous_layer", "hint"])
+def test_in_one_pool_of_all_layers_those_about_to_have_their_turn_are_not_older_than_those_that_had_it():
+    trace = small(turns=3, warm=1)
+    lru = LruPool(trace, 1)
+    best = [[float(lru.values(turn, layer).max()) for layer in range(trace.layers)] for turn in (0, 1)]
+    assert best[0] == best[1] == [best[0][0]] * trace.layers
+    left = np.setdiff1d(trace.demand[0, 0], trace.demand[1:, 0])
+    assert len(left)
+    assert all(lru.values(2, 0)[left] <= best[0][0] - 1)  # unused for turns of its own layer
+
+
+@pytest.mark.parametrize(
+    "name", ["dpurt", "dpurt_lean", "ewma", "previous_layer", "hint", "next_block", "lru_pool"]
+)
 def test_nobody_but_the_clairvoyant_looks_at_the_future(name):
     """Another end of the trace leaves the hits before it as they were."""
     whole, changed = small(turns=30), small(turns=30)
