@@ -1,7 +1,8 @@
 """HTTP/1.1 between programs: a GET to an engine, and the connections of a loopback server of small pages. `h11` has the protocol.
 
-Everything is bounded: heads and bodies in bytes, a server's connections in number (one too many is closed at once), a client's
-requests in time; a `get` in time by the caller's cancel scope. Whatever a client sends ends its own connection at worst.
+Everything is bounded: heads and bodies in bytes, a server's connections in number (one too many ends the one whose last request
+is longest ago), a client's requests in time; a `get` in time by the caller's cancel scope. Whatever a client sends ends its own
+connection at worst.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -51,9 +53,8 @@ async def get(url: str, max_bytes: int = 4 << 20) -> bytes:
         async with await trio.open_tcp_stream(where.hostname or "", where.port or 80) as stream:
             peer = _Peer(stream, h11.Connection(h11.CLIENT, MAX_HEAD_BYTES), max_bytes)
             fields = [("Host", where.netloc), ("Connection", "close")]
-            await peer.send(
-                h11.Request(method="GET", target=where.path or "/", headers=fields), h11.EndOfMessage()
-            )
+            target = (where.path or "/") + (f"?{where.query}" if where.query else "")
+            await peer.send(h11.Request(method="GET", target=target, headers=fields), h11.EndOfMessage())
             head, body = await peer.message()
     except (OSError, trio.BrokenResourceError, h11.LocalProtocolError, ValueError) as error:
         # the last two: it is no URL that can be asked for
@@ -81,27 +82,34 @@ async def serve(
 ) -> None:
     """Answer requests, with bodies of at most `max_bytes`, until cancelled."""
 
-    places = trio.Semaphore(MAX_CONNECTIONS)
+    open_: dict[trio.SocketStream, trio.CancelScope] = {}  # by last request, the longest ago first
+
+    def served(stream: trio.SocketStream) -> None:
+        if scope := open_.pop(stream, None):
+            open_[stream] = scope
 
     async def converse(stream: trio.SocketStream) -> None:
+        if len(open_) >= MAX_CONNECTIONS:
+            open_.pop(next(iter(open_))).cancel()
         async with stream:
-            with suppress(trio.WouldBlock):
-                places.acquire_nowait()
-                try:
-                    await _converse(stream, answer, max_bytes)
-                finally:
-                    places.release()
+            with trio.CancelScope() as scope:
+                open_[stream] = scope
+                await _converse(stream, answer, max_bytes, partial(served, stream))
+            open_.pop(stream, None)
 
     await trio.serve_listeners(converse, listeners)
 
 
 async def _converse(
-    stream: trio.SocketStream, answer: Callable[[HttpRequest], HttpAnswer], max_bytes: int
+    stream: trio.SocketStream,
+    answer: Callable[[HttpRequest], HttpAnswer],
+    max_bytes: int,
+    served: Callable[[], None],
 ) -> None:
     peer = _Peer(stream, h11.Connection(h11.SERVER, MAX_HEAD_BYTES), max_bytes)
     with suppress(trio.BrokenResourceError):
         while await peer.serve_one(answer):
-            pass
+            served()
 
 
 class _Peer:

@@ -21,6 +21,21 @@ def echo(request: http.HttpRequest) -> http.HttpAnswer:
     return http.HttpAnswer(200, f"{request.method} {request.path} ".encode() + request.body, "text/plain")
 
 
+async def test_a_query_is_sent() -> None:
+    asked = b""
+
+    async def note(stream: trio.SocketStream) -> None:
+        nonlocal asked
+        asked = bytes(await stream.receive_some())
+        await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, note, 0)
+        assert await http.get(f"http://127.0.0.1:{http.port_of(listeners)}/a?c=d") == b"ok"
+        nursery.cancel_scope.cancel()
+    assert asked.startswith(b"GET /a?c=d HTTP/1.1")
+
+
 @asynccontextmanager
 async def server() -> AsyncIterator[int]:
     listeners = await http.listen("127.0.0.1:0")
@@ -93,20 +108,24 @@ async def test_what_is_no_request_or_too_large_is_refused(request_bytes: bytes, 
         assert await http.get(f"http://127.0.0.1:{port}/still") == b"GET /still "
 
 
-async def test_one_connection_too_many_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
+async def test_one_connection_too_many_ends_the_one_whose_last_request_is_longest_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     one = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
-    async with server() as port:
-        async with await trio.open_tcp_stream("127.0.0.1", port) as first:
-            await first.send_all(one)
-            assert await first.receive_some()
-            with trio.fail_after(5):
-                async with await trio.open_tcp_stream("127.0.0.1", port) as second:
-                    assert not await second.receive_some()
-            await first.send_all(one)
-            assert await first.receive_some()
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        assert await http.get(f"http://127.0.0.1:{port}/a") == b"GET /a "
+    async with (
+        server() as port,
+        await trio.open_tcp_stream("127.0.0.1", port) as busy,
+        await trio.open_tcp_stream("127.0.0.1", port) as quiet,
+    ):
+        for stream in (busy, quiet, busy):
+            await stream.send_all(one)
+            assert await stream.receive_some()
+        with trio.fail_after(5):
+            assert await http.get(f"http://127.0.0.1:{port}/a") == b"GET /a "
+            assert not await quiet.receive_some()
+            await busy.send_all(one)
+            assert await busy.receive_some()
 
 
 async def test_who_asks_for_a_head_gets_no_body() -> None:
