@@ -134,8 +134,8 @@ class Planner:
     """Makes transfers of the pieces of operations, for one session's limits and memory.
 
     A buffer that was read into once is a slot of the arena and comes again, always the same way: the transfer of one
-    such piece is remembered, packed, which takes a sixth of the work of a read (measured). An arena has some ten
-    thousand slots; with more than `_MAX_REMEMBERED` (some 30 MB) the remembering starts anew.
+    such piece is remembered, packed, which saves a fifth of the work of a read (measured). An arena has some ten
+    thousand slots; with more than `_MAX_REMEMBERED` (some 30 MB at 1 MiB each) the remembering starts anew.
     """
 
     def __init__(self, limits: TransferLimits, memory: MemoryMap, bounce: BouncePool) -> None:
