@@ -38,7 +38,7 @@ import trio
 from dpurt.bdev import BdevInfo, DeviceMemory
 from dpurt.bdev.memory_fence import load_fence
 from dpurt.bdev.operation_queue import Operation, OperationQueue, QueuedBdev
-from dpurt.bdev.vhost_memory import BOUNCE_CHUNK_BYTES, Transfer, TransferLimits, plan
+from dpurt.bdev.vhost_memory import BOUNCE_CHUNK_BYTES, Planner, Transfer, TransferLimits
 from dpurt.bdev.vhost_ring import BlkRing
 from dpurt.bdev.vhost_session import Session, SessionWishes
 from dpurt.errors import BdevError, ConfigError, RemoteProtocolError
@@ -57,7 +57,7 @@ _KINDS = {"read": virtio_blk.READ, "write": virtio_blk.WRITE}
 
 
 _Request = tuple[Operation, Transfer]
-"""What the device has: one step of an operation. What has no data to move has a transfer without segments."""
+"""What the device has: one step of an operation. What has no data to move has a transfer without pieces."""
 
 
 class VhostUserBdev(QueuedBdev):
@@ -71,7 +71,7 @@ class VhostUserBdev(QueuedBdev):
         self._close_s = close_s
         self._queue = OperationQueue(info, self._launch)
         self._session: Session[_Request] | None = session
-        self._limits = self._limits_of(session)
+        self._planner = self._planner_of(session)
         self._left: set[Session[_Request]] = set()  # lost, and the back end still holds requests
         self._memories: list[DeviceMemory] = []
         self._adding = trio.Lock()
@@ -204,14 +204,14 @@ class VhostUserBdev(QueuedBdev):
                 await trio.sleep(_LAST_RETRY_S)
                 continue
             self._session = session
-            self._limits = self._limits_of(session)
+            self._planner = self._planner_of(session)
             self.stats.reconnects += 1
             self._take_config(session.config)
 
-    def _limits_of(self, session: Session[_Request]) -> TransferLimits:
-        return TransferLimits(
-            self.info.max_transfer_bytes, session.max_segments, session.config.max_segment_bytes
-        )
+    def _planner_of(self, session: Session[_Request]) -> Planner:
+        segment_bytes = session.config.max_segment_bytes
+        limits = TransferLimits(self.info.max_transfer_bytes, session.max_segments, segment_bytes)
+        return Planner(limits, session.memory, session.bounce)
 
     def _take_config(self, config: BlkConfig) -> None:
         """The device may have been resized."""
@@ -290,12 +290,12 @@ class VhostUserBdev(QueuedBdev):
     def _send_transfer(
         self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation, kind: int
     ) -> bool:
-        transfer = plan(operation.pieces, self._limits, session.memory, session.bounce)
+        transfer = self._planner.plan(operation.pieces, is_read=kind == virtio_blk.READ)
         bounced = transfer.bounced
         if bounced is not None and kind == virtio_blk.WRITE:
             bounced.copy_in()
         offset = operation.offset + operation.moved
-        if transfer.length and ring.move(kind, offset, transfer.segments, (operation, transfer)):
+        if transfer.length and ring.move(kind, offset, transfer.pieces, (operation, transfer)):
             return True
         if bounced is not None:
             session.bounce.give_back(bounced.chunks)
@@ -303,7 +303,7 @@ class VhostUserBdev(QueuedBdev):
 
     def _send_flush(self, session: Session[_Request], ring: BlkRing[_Request], operation: Operation) -> bool:
         if BlkFeature.FLUSH in session.features:
-            return ring.move(virtio_blk.FLUSH, 0, (), (operation, Transfer(0, [])))
+            return ring.move(virtio_blk.FLUSH, 0, b"", (operation, Transfer(0)))
         self._answer_unsent(operation)
         return True
 
@@ -320,7 +320,7 @@ class VhostUserBdev(QueuedBdev):
             return True
         length = min(operation.length - operation.moved, most)
         offset = operation.offset + operation.moved
-        return ring.deallocate(kind, offset, length, (operation, Transfer(length, [])))
+        return ring.deallocate(kind, offset, length, (operation, Transfer(length)))
 
     def _reap(self, session: Session[_Request]) -> None:
         """Take what the device has answered, and give it what waited for that. Raises RemoteProtocolError: then it is given

@@ -8,9 +8,16 @@ more use.
 
     header: request u32 | flags u32 (version 1 in bits 0-1, reply bit 2, need_reply bit 3) | payload size u32
 
-Features that we leave out: INFLIGHT_SHMFD, which lets a restarted back end finish what the dead one had begun. Our
-requests end when the back end dies: a miss now is worth more than a read after a restart. And STATUS, LOG, IOTLB,
-migration: there is no guest.
+Features that we leave out, offered or not:
+- INFLIGHT_SHMFD (SPDK offers it, qemu-storage-daemon 7.2 does not). With it a back end that took a dead one's place
+  finds, in memory that outlives it, what that one had begun, and does it again. It is meant for guests: a virtio driver
+  cannot know that its device was replaced, so only the device can repeat. We are the driver and do know. What a back
+  end could repeat, we could ask again; it has nothing to offer but the keeping of our rings alive meanwhile, with the
+  slots in them, for as long as no back end comes back (SPDK: a second or two until the process is there, and then it
+  has no bdevs until somebody makes them). And we do not want it: a read that ends when the back end dies is a miss
+  now, which is worth more than a block after the restart, and a write is stored again when it is wanted again. A bdev
+  made anew may have other content too, which a repeated read would return with a good status.
+- STATUS, LOG, IOTLB, migration: there is no guest.
 
 Leaves to others: sockets and descriptors, what is negotiated, rings (`virtqueue`), what blocks are (`virtio_blk`).
 """

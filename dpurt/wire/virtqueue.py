@@ -5,13 +5,20 @@ Theory of operation. The queue lives in one buffer:
     descriptors (16 bytes each) | avail: flags idx ring[size] used_event | used: flags idx ring[size] avail_event
     | indirect tables, one for each descriptor
 
+Every chain is framed: a readable piece before it and a writable one after it, whose places are those of its first
+descriptor and never change (virtio-blk: request header and status). What lies between is packed by `pack_pieces`, with
+links that fit any table, so that it can be kept and used again. A table is thus two descriptors that stay, the frame,
+and behind them what one copy of bytes brings.
+
+    table:  frame's first | frame's last | piece | piece | ...        first -> piece -> piece -> last
+
 `add` writes a chain and its avail entry, which the device does not see yet; `publish` shows everything added since
 by one store of avail.idx, and says whether the device wants a kick; `completions` yields what has come back. A
 descriptor is in one of three places: free, in a chain added, or in a chain published. Only a published chain may
 come back, and once: anything else in the used ring (an unknown id, one twice, more than were published) is a
 `RemoteProtocolError`, after which the queue must not be used any more, since which buffers the device still holds
-is only known for those that came back before. Descriptors and lengths are kept here, never read back from the
-shared memory.
+is only known for those that came back before. Which descriptors a chain has is kept here, never read back from the
+shared memory; what the device writes over in it can only mislead the device.
 
 Order. Three places need it, and no CPU gives all of them for nothing:
 1. chains and avail entries before avail.idx (else the device reads a stale chain): store-store;
@@ -26,7 +33,6 @@ Leaves to others: where the memory is, what the chains mean, kicks and waiting.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,32 +40,37 @@ from typing import Generic, TypeVar
 
 from dpurt.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = ["QueueLayout", "SplitQueue"]
+__all__ = ["FRAME", "QueueLayout", "SplitQueue", "pack_pieces"]
+
+FRAME = 2
+"""Descriptors of a chain around its pieces."""
 
 _Token = TypeVar("_Token")
-_Pieces = Sequence[tuple[int, int]]
+_Piece = tuple[int, int]
 
 _DESCRIPTOR = struct.Struct("<QIHH")  # address, length, flags, next
 _NEXT, _WRITE, _INDIRECT = 1, 2, 4
+_LAST = 1  # where a table has the frame's last
 _NO_INTERRUPT = _NO_NOTIFY = 1
 _WRAP = 0xFFFF
 _LINE = 64  # what the two sides write lies on different cache lines
 
 
-@functools.cache
-def _table(num_readable: int, num_writable: int) -> tuple[Callable[..., None], tuple[int, ...]]:
-    """How to pack an indirect table, and its fields, four a descriptor, with addresses and lengths left out."""
-    count = num_readable + num_writable
-    fields = []
-    for i in range(count):
-        link = (_NEXT, i + 1) if i + 1 < count else (0, 0)
-        fields += [0, 0, link[0] | (_WRITE if i >= num_readable else 0), link[1]]
-    return struct.Struct("<" + "QIHH" * count).pack_into, tuple(fields)
+def pack_pieces(pieces: Sequence[_Piece], *, is_writable: bool) -> bytes:
+    """(address, length) pieces, all for the device to write or all to read, as `SplitQueue.add` takes them."""
+    flags = _NEXT | (_WRITE if is_writable else 0)
+    last = FRAME + len(pieces) - 1
+    return b"".join(
+        _DESCRIPTOR.pack(address, length, flags, place + 1 if place < last else _LAST)
+        for place, (address, length) in enumerate(pieces, FRAME)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLayout:
-    """Where the parts of a queue are in its buffer. `max_indirect` 0 means chains of the ring's own descriptors."""
+    """Where the parts of a queue are in its buffer. `max_indirect` is how many descriptors a table has; 0 means chains of
+    the ring's own descriptors.
+    """
 
     size: int
     max_indirect: int = 0
@@ -90,13 +101,17 @@ def _aligned(offset: int) -> int:
 
 
 class SplitQueue(Generic[_Token]):
-    """One virtqueue in zeroed `memory`, which the device knows at `address`. Not thread-safe."""
+    """One virtqueue in zeroed `memory`, which the device knows at `address`. Not thread-safe.
+
+    `frames[i]` is the (address, length) of what comes before and after the pieces of a chain that begins with i.
+    """
 
     def __init__(
         self,
         memory: memoryview,
         address: int,
         layout: QueueLayout,
+        frames: Sequence[tuple[_Piece, _Piece]],
         *,
         fence: Callable[[], None],
         has_event_idx: bool,
@@ -112,14 +127,15 @@ class SplitQueue(Generic[_Token]):
         self._used_ring = memory[layout.used + 4 : layout.used + 4 + 8 * size].cast("I")
         event = layout.used + 4 + 8 * size
         self._avail_event = memory[event : event + 2].cast("H")
-        self._max_indirect = layout.max_indirect
-        self._indirect_at = layout.indirect
-        self._indirect_bytes = layout.max_indirect * _DESCRIPTOR.size
+        self._frames = frames
+        self._table_bytes = layout.max_indirect * _DESCRIPTOR.size
         self._free = list(range(size - 1, -1, -1))
         self._chains: dict[int, tuple[_Token, tuple[int, ...]]] = {}  # by head: published or only added
         self._added: list[int] = []  # heads not yet published
         self._avail_index = 0
         self._last_used = 0
+        if self._table_bytes:
+            self._lay_tables()
 
     @property
     def num_published(self) -> int:
@@ -139,23 +155,29 @@ class SplitQueue(Generic[_Token]):
         """Of every chain that has not come back, oldest first."""
         return [token for token, _ in self._chains.values()]
 
-    def add(self, readable: _Pieces, writable: _Pieces, token: _Token) -> bool:
-        """Append a chain of (address, length) pieces; False if there is no room for it now."""
-        count = len(readable) + len(writable)
-        if 1 < count <= self._max_indirect:
-            if not self._free:
-                return False
-            chain: tuple[int, ...] = (self._free.pop(),)
-            self._write_indirect(chain[0], readable, writable)
+    def add(self, pieces: bytes, token: _Token) -> int:
+        """Append a chain of what `pack_pieces` gave. Returns its first descriptor, whose frame is the device's only when
+        the chain is published; -1 if there is no room for it now.
+        """
+        count = len(pieces) // _DESCRIPTOR.size + FRAME
+        most = self.layout.max_indirect or self.layout.size
+        if count > most:
+            raise LocalProtocolError("chain_length", f"{count} descriptors, a chain has at most {most}")
+        free = self._free
+        if (1 if self._table_bytes else count) > len(free):
+            return -1
+        if self._table_bytes:
+            chain: tuple[int, ...] = (free.pop(),)
+            self._fill_table(chain[0], pieces)
         else:
-            if not 1 <= count <= self.layout.size:
-                raise LocalProtocolError("chain_length", f"{count} pieces in a queue of {self.layout.size}")
-            if count > len(self._free):
-                return False
-            chain = tuple([self._free.pop() for _ in range(count)])
-            self._write_direct(chain, readable, writable)
-        self._show(chain, token)
-        return True
+            chain = tuple([free.pop() for _ in range(count)])
+            self._write_direct(chain, pieces)
+        head = chain[0]
+        assert head not in self._chains, "a free descriptor is in no chain"
+        self._avail[2 + (self._avail_index + len(self._added)) % self.layout.size] = head
+        self._chains[head] = (token, chain)
+        self._added.append(head)
+        return head
 
     def publish(self) -> bool:
         """Let the device see what was added. True: kick it."""
@@ -169,8 +191,8 @@ class SplitQueue(Generic[_Token]):
             return (after - self._avail_event[0] - 1) & _WRAP < (after - before) & _WRAP
         return not self._used_head[0] & _NO_NOTIFY
 
-    def completions(self) -> Iterator[tuple[_Token, int]]:
-        """Each chain that came back, as (token, bytes written by the device's word), its descriptors free again.
+    def completions(self) -> Iterator[tuple[int, _Token]]:
+        """Each chain that came back, as (first descriptor, token), its descriptors free again.
 
         After the last one the device is asked to signal the next. Raises RemoteProtocolError in the middle: what
         was yielded before is good.
@@ -188,29 +210,27 @@ class SplitQueue(Generic[_Token]):
 
     # --- inside ---
 
-    def _write_indirect(self, head: int, readable: _Pieces, writable: _Pieces) -> None:
-        at = self._indirect_at + head * self._indirect_bytes
-        pack, empty = _table(len(readable), len(writable))
-        fields = list(empty)
-        fields[::4], fields[1::4] = zip(*readable, *writable, strict=True)
-        pack(self._memory, at, *fields)
-        length = len(fields) // 4 * _DESCRIPTOR.size
-        _DESCRIPTOR.pack_into(self._memory, head * _DESCRIPTOR.size, self.address + at, length, _INDIRECT, 0)
+    def _lay_tables(self) -> None:
+        """Each of the ring's descriptors leads to a table of its own, with its frame in it."""
+        for head, (_, last) in enumerate(self._frames):
+            at = self.layout.indirect + head * self._table_bytes
+            _DESCRIPTOR.pack_into(self._memory, at + _LAST * _DESCRIPTOR.size, *last, _WRITE, 0)
+            entry = (self.address + at, self._table_bytes, _INDIRECT, 0)
+            _DESCRIPTOR.pack_into(self._memory, head * _DESCRIPTOR.size, *entry)
 
-    def _write_direct(self, chain: tuple[int, ...], readable: _Pieces, writable: _Pieces) -> None:
-        pieces = [(piece, 0) for piece in readable] + [(piece, _WRITE) for piece in writable]
-        for i, ((address, length), flags) in enumerate(pieces):
-            is_last = i + 1 == len(chain)
-            link = (flags, 0) if is_last else (flags | _NEXT, chain[i + 1])
-            _DESCRIPTOR.pack_into(self._memory, chain[i] * _DESCRIPTOR.size, address, length, *link)
+    def _fill_table(self, head: int, pieces: bytes) -> None:
+        at = self.layout.indirect + head * self._table_bytes
+        start = at + FRAME * _DESCRIPTOR.size
+        self._memory[start : start + len(pieces)] = pieces
+        link = FRAME if pieces else _LAST
+        _DESCRIPTOR.pack_into(self._memory, at, *self._frames[head][0], _NEXT, link)
 
-    def _show(self, chain: tuple[int, ...], token: _Token) -> None:
-        head = chain[0]
-        assert head not in self._chains, "a free descriptor is in no chain"
-        place = (self._avail_index + len(self._added)) % self.layout.size
-        self._avail[2 + place] = head
-        self._chains[head] = (token, chain)
-        self._added.append(head)
+    def _write_direct(self, chain: tuple[int, ...], pieces: bytes) -> None:
+        first, last = self._frames[chain[0]]
+        between = [(address, length, flags) for address, length, flags, _ in _DESCRIPTOR.iter_unpack(pieces)]
+        fields = [(*first, _NEXT), *between, (*last, _WRITE)]
+        for place, following, field in zip(chain, (*chain[1:], 0), fields, strict=True):
+            _DESCRIPTOR.pack_into(self._memory, place * _DESCRIPTOR.size, *field, following)
 
     def _num_returned(self) -> int:
         count = (self._used_head[1] - self._last_used) & _WRAP
@@ -220,15 +240,14 @@ class SplitQueue(Generic[_Token]):
             )
         return count
 
-    def _retire(self) -> tuple[_Token, int]:
-        at = self._last_used % self.layout.size * 2
-        head, written = self._used_ring[at], self._used_ring[at + 1]
+    def _retire(self) -> tuple[int, _Token]:
+        head = self._used_ring[self._last_used % self.layout.size * 2]
         if head not in self._chains or (self._added and head in self._added):
             raise RemoteProtocolError("used_id", f"chain {head} came back, which the device does not have")
         token, chain = self._chains.pop(head)
         self._free += chain
         self._last_used = (self._last_used + 1) & _WRAP
-        return token, written
+        return head, token
 
     def _quieten(self) -> None:
         """No signals while we look. With event_idx the last one asked for has been given, or is not yet due."""
