@@ -61,6 +61,7 @@ from dpurt.fabric.verbs_control import (
     Rejoined,
     Run,
     Welcome,
+    enter,
     proof,
 )
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
@@ -233,8 +234,11 @@ class VerbsEndpoint:
         try:
             with trio.CancelScope(deadline=deadline):
                 await trio.lowlevel.checkpoint_if_cancelled()
-                async with self._asking:
+                await enter(self._asking)
+                try:
                     await self._attempts(op, pieces, deadline)
+                finally:
+                    self._asking.release()
                 self._stats.count(op, sum(len(piece.local) for piece in pieces))
                 return
         except (QueuePairError, RdmaLimit) as error:
@@ -291,7 +295,7 @@ class VerbsEndpoint:
             runs = await self._granted(question, asked, ask)
             carried = await self._move(asked, spans, runs, deadline)
         finally:
-            self._control.post(Done(ask.number, carried is not None, carried or {}))
+            self._control.post(Done(ask.number, carried is not None, carried or {}), soon=True)
 
     async def _store(
         self,
@@ -346,7 +350,7 @@ class VerbsEndpoint:
                     await self._wait(question, asked)
 
     def _ask(self, ask: Ask, asked: Mapping[int, QueuePair]) -> None:
-        self._control.post(ask)
+        self._control.post(ask, soon=len(self._questions) > 1)
         for index in asked:
             self.lanes.lanes[index].adapter.expect()
 

@@ -227,20 +227,32 @@ class QueuePair:
     async def run(self, works: Sequence[Work | Bind], deadline: float) -> None:
         """Carry out works in order. Raises QueuePairError; then some may have been carried out, in order."""
         run = _Run()
-        is_done = False
-        try:
-            with trio.CancelScope(deadline=deadline):
-                await trio.lowlevel.checkpoint_if_cancelled()
-                await self._post_all(run, works)
-                await run.until_settled()
-                is_done = True
-        finally:
-            if run.flying:
-                await self._abandon(run)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if 0 < len(works) <= min(self._core.room, CHAIN) and trio.current_time() < deadline:
+            self._post_chain(run, works)
+            self._adapter.look()
+            works = ()
+        is_done = not works and not run.flying
+        if not is_done:
+            is_done = await self._run(run, works, deadline)
         if run.status != SUCCESS:
             raise QueuePairError(self.peer, run.status, self.failure)
         if not is_done:
             raise QueuePairError(self.peer, "timed_out")
+
+    async def _run(self, run: _Run, works: Sequence[Work | Bind], deadline: float) -> bool:
+        """Whether it ended in time."""
+        try:
+            with trio.CancelScope(deadline=deadline):
+                await trio.lowlevel.checkpoint_if_cancelled()
+                await self._post_all(run, works)
+                self._adapter.look()
+                await run.until_settled()
+                return True
+        finally:
+            if run.flying:
+                await self._abandon(run)
+        return False
 
     async def _post_all(self, run: _Run, works: Sequence[Work | Bind]) -> None:
         at = 0
@@ -253,10 +265,13 @@ class QueuePair:
                 await self._room.park()
                 continue
             chain = works[at : at + room]
-            run.flying += 1
-            self.post_send(chain, run.ended)
-            self._adapter.expect()
+            self._post_chain(run, chain)
             at += len(chain)
+
+    def _post_chain(self, run: _Run, chain: Sequence[Work | Bind]) -> None:
+        run.flying += 1
+        self.post_send(chain, run.ended)
+        self._adapter.expect()
 
     def post_send(self, chain: Sequence[Work | Bind], on_ended: Callable[[str], None]) -> None:
         """Post a chain that fits (`send_room`); `on_ended(status)` is called once, from the completion task."""
