@@ -295,9 +295,12 @@ class Control:
             if not self._wire.is_open:
                 return
             self._more = trio.Event()
-            self._unsent += self._soon
-            self._soon.clear()
+            self._gather()
             self._send()
+
+    def _gather(self) -> None:
+        self._unsent += self._soon
+        self._soon.clear()
 
     async def receive(self, deadline: float = math.inf) -> Message:
         """The next message. Raises FabricError: ``"closed"``, ``"timed_out"``, ``"protocol"``."""
@@ -324,6 +327,9 @@ class Control:
         return message
 
     def close(self) -> None:
-        """Idempotent; a task that waits gets FabricError ``"closed"``."""
+        """Idempotent; a task that waits gets FabricError ``"closed"``. What was to be sent soon is, if the socket takes it."""
+        if self._soon and self._wire.is_open and not self._is_full:
+            self._gather()
+            self._send()
         self._wire.close()
         self._more.set()

@@ -65,7 +65,7 @@ from dpurt.fabric.verbs_control import (
     proof,
 )
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
-from dpurt.fabric.verbs_moves import Span, aligned, registered, runs_of, sges_of
+from dpurt.fabric.verbs_moves import Span, aligned, joined, registered, runs_of, sges_of
 from dpurt.rdma.device import RdmaDevice, discover, is_up, why_off
 from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, DmaBufRegistration, Registration, address_of
@@ -273,7 +273,8 @@ class VerbsEndpoint:
         question = self._questions[number] = _Question()
         entries = [(piece.region_id, piece.offset, len(piece.local), piece.lease) for piece in pieces]
         ask = Ask(number, op, entries, list(asked))
-        spans: list[Span] = [(address_of(piece.local), len(piece.local)) for piece in pieces if piece.local]
+        local = ((address_of(piece.local), len(piece.local), 0) for piece in pieces if piece.local)
+        spans: list[Span] = [(address, length) for address, length, _ in joined(local)]
         move = self._pull if op == "pull" else self._store
         try:
             await move(ask, question, asked, spans, deadline)
@@ -343,7 +344,9 @@ class VerbsEndpoint:
     async def _withdraw(self, ask: Ask, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         """Nobody waits for the store: the node must not go on reading memory that is about to be somebody else's."""
         if question.answer is None:
-            self._control.post(Done(ask.number, False))
+            self._control.post(
+                Done(ask.number, False), soon=True
+            )  # not before the ask, which may be on its way
             with trio.move_on_after(GIVE_UP_S) as limit, contextlib.suppress(QueuePairError):
                 limit.shield = True
                 while question.answer is None:

@@ -43,7 +43,7 @@ from dpurt.fabric.verbs_control import (
 )
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
 from dpurt.fabric.verbs_memory import NodeRail
-from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
+from dpurt.fabric.verbs_moves import Span, aligned, joined, registered, sges_of
 from dpurt.rdma.device import is_up
 from dpurt.rdma.memory import Access, Registration, Segment, Window, address_of
 from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, QueuePairAddress, Sge, Work
@@ -512,8 +512,11 @@ class VerbsLink:
         try:
             await self._bind(lane, wanted, windows)
             yield [
-                Run(segment.address, segment.length, windows[_window_of(entry, segment)].rkey)
-                for entry, segment in wanted
+                Run(*stretch)
+                for stretch in joined(
+                    (segment.address, segment.length, windows[_window_of(entry, segment)].rkey)
+                    for entry, segment in wanted
+                )
             ]
         finally:
             for window in windows.values():

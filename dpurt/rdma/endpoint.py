@@ -38,7 +38,7 @@ from dpurt.rdma.memory import (
     allocate_window,
     refused,
 )
-from dpurt.rdma.queue_pair import QueuePair
+from dpurt.rdma.queue_pair import QueuePair, Requests
 
 __all__ = ["Adapter", "AdapterStats"]
 
@@ -100,6 +100,7 @@ class Adapter:
         self._owned.append(self.pd)
         self._channel, self._event_fd = _open_channel(context)
         self._owned.append(self._channel)
+        self.requests = Requests()
         self.cq = v.CQ(context, self._max_completions, None, self._channel, 0)
         self._owned.append(self.cq)
 
