@@ -485,7 +485,7 @@ class Requests:
 
     def _fill_bind(self, request: Any, work: Bind) -> None:
         request.opcode = self._bind
-        request.num_sge = 0
+        request.num_sge = request.imm_data = 0  # Soft-RoCE refuses any other
         info = verbs().MWBindInfo(work.chunk.handle, work.address, work.length, int(work.access))
         request.set_bind_wr(work.window.handle, info)
         work.window.rkey = request.rkey
