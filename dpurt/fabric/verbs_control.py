@@ -47,12 +47,15 @@ from dpurt.fabric.wire import Wire
 from dpurt.rdma.queue_pair import QueuePairAddress
 
 __all__ = [
-    "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Ended", "Granted", "Join", "Landing", "LaneOffer", "Message", "Pushed",
-    "Ready", "Refusal", "Rejoin", "Rejoined", "Run", "Welcome", "enter", "proof",
+    "LONG_BYTES", "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Ended", "Granted", "Join", "Landing", "LaneOffer",
+    "Message", "Pushed", "Ready", "Refusal", "Rejoin", "Rejoined", "Run", "Welcome", "enter", "proof",
 ]  # fmt: skip
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
+LONG_BYTES = (
+    256 << 10
+)  # a software device may move so many inside the call that posts the work: see `Control.hurry`
 SILENCE_S = 10  # without a sign of the peer's kernel
 _LENGTH = struct.Struct("<I")
 
@@ -272,6 +275,12 @@ class Control:
         elif not self._is_full:
             self._send()
 
+    def hurry(self) -> None:
+        """Send what is to be sent soon now, if the socket takes it: this task is about to keep the loop for a while."""
+        if self._soon and self._wire.is_open and not self._is_full:
+            self._gather()
+            self._send()
+
     def _send(self) -> None:
         try:
             count = self._sock.send(self._unsent)
@@ -328,8 +337,6 @@ class Control:
 
     def close(self) -> None:
         """Idempotent; a task that waits gets FabricError ``"closed"``. What was to be sent soon is, if the socket takes it."""
-        if self._soon and self._wire.is_open and not self._is_full:
-            self._gather()
-            self._send()
+        self.hurry()
         self._wire.close()
         self._more.set()

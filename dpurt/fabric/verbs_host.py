@@ -42,6 +42,7 @@ from dpurt.fabric import Address, FabricStats, MemoryRegion, Piece
 from dpurt.fabric.device_region import DeviceRegion
 from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.verbs_control import (
+    LONG_BYTES,
     Ask,
     Broken,
     Challenge,
@@ -409,6 +410,8 @@ class VerbsEndpoint:
                     works[index] = aligned(Opcode.READ, sges_of(local[lane.adapter], spans), granted)
             if not works:
                 raise self._all_broke(asked)
+            if total >= LONG_BYTES:
+                self._control.hurry()
             return await self.lanes.carry(works, None, deadline)
 
     def _registered(

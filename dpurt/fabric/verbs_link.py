@@ -24,6 +24,7 @@ from dpurt.fabric.access import Entry, Refused, within
 from dpurt.fabric.exchange import Pace
 from dpurt.fabric.frames import FrameLimits
 from dpurt.fabric.verbs_control import (
+    LONG_BYTES,
     Ask,
     Broken,
     Control,
@@ -438,6 +439,8 @@ class VerbsLink:
                     self._lane(index).adapter.expect()
                 assert self._group is not None, "an open link has lanes"
                 deadline = self._limits.pace.deadline(grant.total)
+                if grant.total >= LONG_BYTES:
+                    self._control.hurry()
                 grant.carried = await self._group.carry(works, None, deadline)
         if grant.carried is not None or not grant.total:
             grant.end(is_ok=True)
