@@ -5,7 +5,10 @@ read is a `pull` into a landing, a write a `store` from one: asked for, granted 
 *single* is one call a block, *depth* of them under way at a time, as perftest's ``--tx-depth`` is; *batch* is one call
 for all blocks, beside perftest at depth 16. perftest does only the moving, and polls. Both have the same path MTU, the
 same acknowledge timer (Soft-RoCE needs a long one) and move the same bytes. A pull is a READ of the host's, a store a READ of
-the node's, from the host; perftest's write is a WRITE.
+the node's, from the host; perftest's write is a WRITE. Batches are of blocks that lie one behind the other on both sides, as in
+a fresh arena, and such neighbours are moved as one.
+
+Beside *single* stands what a bare loop over pyverbs makes of the same (`dpurt.bench.verbs_floor`): the interpreter's own share.
 
 How long pulls take is looked at alone and beside `IDLE_HOSTS` others, of a third process, that are connected and do nothing.
 """
@@ -28,15 +31,17 @@ from itertools import count
 import trio
 
 from dpurt.bench.result import BenchResult, Figure
+from dpurt.bench.verbs_floor import BareLoop
 from dpurt.errors import RdmaUnavailable
 from dpurt.fabric import Address, Endpoint, Piece, connect
 from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.verbs import VerbsFabric
 from dpurt.rdma.device import RdmaDevice, find
-from dpurt.rdma.queue_pair import ACK_TIMEOUT
+from dpurt.rdma.queue_pair import ACK_TIMEOUT, Opcode
 
 SUMMARY = "arena to host: the verbs fabric beside perftest (ib_read_bw, ib_write_bw) on the same RDMA link"
 PROGRAMS = {"pull": "ib_read_bw", "store": "ib_write_bw"}
+OPCODES = {"pull": Opcode.READ, "store": Opcode.WRITE}
 SIZES = (64 << 10, 1 << 20, 4 << 20)
 DEPTHS = (1, 4, 16)
 BATCH_DEPTH = 16
@@ -50,6 +55,14 @@ MOST_SPREAD = 10
 _PORTS = count(18600)
 _PATIENCE_S = 120.0
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """Who moves the same bytes in turn with us; perftest on `device`."""
+
+    floor: BareLoop
+    device: RdmaDevice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +95,8 @@ def run(quick: bool) -> BenchResult:
     has_peer = all(map(shutil.which, PROGRAMS.values()))
     if not has_peer:
         result.conditions["peer_missing"] = "install perftest"
-    with _node() as address:
-        result.figures += trio.run(_measure, address, device if has_peer else None, pairs)
+    with _node() as address, BareLoop.open(device) as floor:
+        result.figures += trio.run(_measure, address, _Peers(floor, device if has_peer else None), pairs)
     return result
 
 
@@ -101,12 +114,12 @@ def _conditions(pairs: int) -> dict[str, object]:
 # --- figures ------------------------------------------------------------------------------------------------------------
 
 
-async def _measure(address: Address, device: RdmaDevice | None, pairs: int) -> list[Figure]:
+async def _measure(address: Address, peers: _Peers, pairs: int) -> list[Figure]:
     endpoint = await connect("verbs", address, SESSION, TOKEN, trio.current_time() + _PATIENCE_S)
     local = endpoint.landing(REGION_BYTES).view
     figures = []
     for shape in _shapes():
-        figures.append(await _figure(endpoint, local, shape, device, pairs))
+        figures += await _figures(endpoint, local, shape, peers, pairs)
     figures.append(await _spread(endpoint, local, "alone"))
     async with _idle_hosts(address):
         figures.append(await _spread(endpoint, local, f"beside {IDLE_HOSTS} idle hosts"))
@@ -141,31 +154,43 @@ def _shapes() -> Iterator[_Shape]:
             yield from (_Shape(op, size, depth) for depth in DEPTHS)
 
 
-async def _figure(
-    endpoint: Endpoint, local: memoryview, shape: _Shape, device: RdmaDevice | None, pairs: int
-) -> Figure:
-    mine: list[float] = []
-    theirs: list[float] = []
+async def _figures(
+    endpoint: Endpoint, local: memoryview, shape: _Shape, peers: _Peers, pairs: int
+) -> list[Figure]:
+    """Ours, and for calls of one block the bare loop's; each beside perftest."""
+    rates: dict[str, list[float]] = {"ours": [], "perftest": []}
+    if not shape.is_batch:
+        rates["floor"] = []
     for pair in range(-1, pairs):  # the first warms up
-        for is_ours in (True, False) if pair % 2 else (False, True):
-            if is_ours:
-                mine.append(await _ours(endpoint, local, shape))
-            elif device is not None:
-                theirs.append(_perftest(device, shape))
-    return _verdict(shape, mine[1:], theirs[1:])
+        for who in list(rates)[:: 1 if pair % 2 else -1]:
+            if who == "ours":
+                rates[who].append(await _ours(endpoint, local, shape))
+            elif who == "floor":
+                rates[who].append(
+                    peers.floor.run(OPCODES[shape.op], shape.size, shape.depth, shape.num_blocks)
+                )
+            elif peers.device is not None:
+                rates[who].append(_perftest(peers.device, shape))
+    warm = {who: measured[1:] for who, measured in rates.items()}
+    figures = [_verdict(shape, shape.title, warm["ours"], warm["perftest"], f">= {LEAST}x")]
+    if "floor" in warm:
+        figures.append(_verdict(shape, "  a bare pyverbs loop", warm["floor"], warm["perftest"], None))
+    return figures
 
 
-def _verdict(shape: _Shape, mine: list[float], theirs: list[float]) -> Figure:
+def _verdict(
+    shape: _Shape, name: str, mine: list[float], theirs: list[float], target: str | None
+) -> Figure:
     ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) if theirs else None
     return Figure(
-        name=shape.title,
+        name=name,
         value=round(statistics.median(mine), 1),
         unit="MiB/s",
         peer=PROGRAMS[shape.op],
         peer_value=round(statistics.median(theirs), 1) if theirs else None,
         ratio=round(ratio, 2) if ratio else None,
-        target=f">= {LEAST}x {PROGRAMS[shape.op]}",
-        holds=ratio >= LEAST if ratio else None,
+        target=None if target is None else f"{target} {PROGRAMS[shape.op]}",
+        holds=ratio >= LEAST if ratio and target is not None else None,
     )
 
 

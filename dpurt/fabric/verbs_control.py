@@ -30,6 +30,7 @@ Keys (rkeys) are capabilities: they are in no `repr`, and nothing here is logged
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import math
@@ -46,12 +47,15 @@ from dpurt.fabric.wire import Wire
 from dpurt.rdma.queue_pair import QueuePairAddress
 
 __all__ = [
-    "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Ended", "Granted", "Join", "Landing", "LaneOffer", "Message", "Pushed",
-    "Ready", "Refusal", "Rejoin", "Rejoined", "Run", "Welcome", "proof",
+    "LONG_BYTES", "Ask", "Broken", "Challenge", "Control", "Denied", "Done", "Ended", "Granted", "Join", "Landing", "LaneOffer",
+    "Message", "Pushed", "Ready", "Refusal", "Rejoin", "Rejoined", "Run", "Welcome", "enter", "proof",
 ]  # fmt: skip
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
+LONG_BYTES = (
+    256 << 10
+)  # a software device may move so many inside the call that posts the work: see `Control.hurry`
 SILENCE_S = 10  # without a sign of the peer's kernel
 _LENGTH = struct.Struct("<I")
 
@@ -213,8 +217,20 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+async def enter(semaphore: trio.Semaphore) -> None:
+    """Acquire it, without a scheduler pass where there is room."""
+    try:
+        semaphore.acquire_nowait()
+    except trio.WouldBlock:
+        await semaphore.acquire()
+
+
 class Control:
-    """One end of the connection. `post` never waits; one task runs `flush`, one calls `receive`."""
+    """One end of the connection. `post` never waits; one task runs `flush`, one calls `receive`.
+
+    Sending costs more than what is sent (a system call, and the peer's waking): what nobody waits for, or what is likely to be
+    followed by more in the same scheduler pass, is better posted `soon`, and goes out with the others a pass later.
+    """
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
@@ -222,11 +238,18 @@ class Control:
             _tune(sock)
         self._wire = Wire(sock, peer)
         self._unsent = bytearray()
+        self._soon = bytearray()
         self._more = trio.Event()
+        self._is_full = False
 
     @property
     def is_open(self) -> bool:
         return self._wire.is_open
+
+    @property
+    def is_gathering(self) -> bool:
+        """Something is about to be sent anyway."""
+        return bool(self._soon)
 
     @property
     def peer(self) -> str:
@@ -236,15 +259,26 @@ class Control:
     def peer(self, name: str) -> None:
         self._wire.peer = name
 
-    def post(self, message: Message) -> None:
-        """Send at once what the socket takes, the rest by `flush`. On a closed connection nothing happens."""
-        data = _encoder.encode(message)
+    def post(self, message: Message, *, soon: bool = False) -> None:
+        """Send at once what the socket takes, the rest by `flush`; `soon`: all of it, and maybe behind what is posted later.
+        On a closed connection nothing happens.
+        """
         if not self._wire.is_open:
             return
-        self._unsent += _LENGTH.pack(len(data)) + data
-        if len(self._unsent) > MAX_UNSENT_BYTES:
+        data = _encoder.encode(message)
+        into = self._soon if soon else self._unsent
+        into += _LENGTH.pack(len(data)) + data
+        if len(into) > MAX_UNSENT_BYTES:
             self.close()
-        elif not self._more.is_set():
+        elif soon:
+            self._more.set()
+        elif not self._is_full:
+            self._send()
+
+    def hurry(self) -> None:
+        """Send what is to be sent soon now, if the socket takes it: this task is about to keep the loop for a while."""
+        if self._soon and self._wire.is_open and not self._is_full:
+            self._gather()
             self._send()
 
     def _send(self) -> None:
@@ -256,21 +290,26 @@ class Control:
             self.close()
             return
         del self._unsent[:count]
-        if self._unsent:
+        self._is_full = bool(self._unsent)
+        if self._is_full:
             self._more.set()
 
     async def flush(self) -> None:
-        """Send what `post` could not, until cancelled or closed."""
+        """Send what `post` did not, until cancelled or closed."""
         while True:
             await self._more.wait()
+            if self._wire.is_open and self._is_full:
+                with contextlib.suppress(trio.ClosedResourceError, OSError):
+                    await trio.lowlevel.wait_writable(self._sock)
             if not self._wire.is_open:
                 return
-            try:
-                await trio.lowlevel.wait_writable(self._sock)
-            except (trio.ClosedResourceError, OSError):
-                return
             self._more = trio.Event()
+            self._gather()
             self._send()
+
+    def _gather(self) -> None:
+        self._unsent += self._soon
+        self._soon.clear()
 
     async def receive(self, deadline: float = math.inf) -> Message:
         """The next message. Raises FabricError: ``"closed"``, ``"timed_out"``, ``"protocol"``."""
@@ -297,6 +336,7 @@ class Control:
         return message
 
     def close(self) -> None:
-        """Idempotent; a task that waits gets FabricError ``"closed"``."""
+        """Idempotent; a task that waits gets FabricError ``"closed"``. What was to be sent soon is, if the socket takes it."""
+        self.hurry()
         self._wire.close()
         self._more.set()

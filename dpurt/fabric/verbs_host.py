@@ -42,6 +42,7 @@ from dpurt.fabric import Address, FabricStats, MemoryRegion, Piece
 from dpurt.fabric.device_region import DeviceRegion
 from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.verbs_control import (
+    LONG_BYTES,
     Ask,
     Broken,
     Challenge,
@@ -61,10 +62,11 @@ from dpurt.fabric.verbs_control import (
     Rejoined,
     Run,
     Welcome,
+    enter,
     proof,
 )
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
-from dpurt.fabric.verbs_moves import Span, aligned, registered, runs_of, sges_of
+from dpurt.fabric.verbs_moves import Span, aligned, joined, registered, runs_of, sges_of
 from dpurt.rdma.device import RdmaDevice, discover, is_up, why_off
 from dpurt.rdma.endpoint import Adapter
 from dpurt.rdma.memory import Access, DmaBufRegistration, Registration, address_of
@@ -233,8 +235,11 @@ class VerbsEndpoint:
         try:
             with trio.CancelScope(deadline=deadline):
                 await trio.lowlevel.checkpoint_if_cancelled()
-                async with self._asking:
+                await enter(self._asking)
+                try:
                     await self._attempts(op, pieces, deadline)
+                finally:
+                    self._asking.release()
                 self._stats.count(op, sum(len(piece.local) for piece in pieces))
                 return
         except (QueuePairError, RdmaLimit) as error:
@@ -269,7 +274,8 @@ class VerbsEndpoint:
         question = self._questions[number] = _Question()
         entries = [(piece.region_id, piece.offset, len(piece.local), piece.lease) for piece in pieces]
         ask = Ask(number, op, entries, list(asked))
-        spans: list[Span] = [(address_of(piece.local), len(piece.local)) for piece in pieces if piece.local]
+        local = ((address_of(piece.local), len(piece.local), 0) for piece in pieces if piece.local)
+        spans: list[Span] = [(address, length) for address, length, _ in joined(local)]
         move = self._pull if op == "pull" else self._store
         try:
             await move(ask, question, asked, spans, deadline)
@@ -291,7 +297,7 @@ class VerbsEndpoint:
             runs = await self._granted(question, asked, ask)
             carried = await self._move(asked, spans, runs, deadline)
         finally:
-            self._control.post(Done(ask.number, carried is not None, carried or {}))
+            self._control.post(Done(ask.number, carried is not None, carried or {}), soon=True)
 
     async def _store(
         self,
@@ -339,14 +345,16 @@ class VerbsEndpoint:
     async def _withdraw(self, ask: Ask, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         """Nobody waits for the store: the node must not go on reading memory that is about to be somebody else's."""
         if question.answer is None:
-            self._control.post(Done(ask.number, False))
+            self._control.post(
+                Done(ask.number, False), soon=True
+            )  # not before the ask, which may be on its way
             with trio.move_on_after(GIVE_UP_S) as limit, contextlib.suppress(QueuePairError):
                 limit.shield = True
                 while question.answer is None:
                     await self._wait(question, asked)
 
     def _ask(self, ask: Ask, asked: Mapping[int, QueuePair]) -> None:
-        self._control.post(ask)
+        self._control.post(ask, soon=len(self._questions) > 1)
         for index in asked:
             self.lanes.lanes[index].adapter.expect()
 
@@ -402,6 +410,8 @@ class VerbsEndpoint:
                     works[index] = aligned(Opcode.READ, sges_of(local[lane.adapter], spans), granted)
             if not works:
                 raise self._all_broke(asked)
+            if total >= LONG_BYTES:
+                self._control.hurry()
             return await self.lanes.carry(works, None, deadline)
 
     def _registered(

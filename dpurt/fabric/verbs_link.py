@@ -24,6 +24,7 @@ from dpurt.fabric.access import Entry, Refused, within
 from dpurt.fabric.exchange import Pace
 from dpurt.fabric.frames import FrameLimits
 from dpurt.fabric.verbs_control import (
+    LONG_BYTES,
     Ask,
     Broken,
     Control,
@@ -39,10 +40,11 @@ from dpurt.fabric.verbs_control import (
     Rejoin,
     Rejoined,
     Run,
+    enter,
 )
 from dpurt.fabric.verbs_lanes import Lane, LaneGroup
 from dpurt.fabric.verbs_memory import NodeRail
-from dpurt.fabric.verbs_moves import Span, aligned, registered, sges_of
+from dpurt.fabric.verbs_moves import Span, aligned, joined, registered, sges_of
 from dpurt.rdma.device import is_up
 from dpurt.rdma.memory import Access, Registration, Segment, Window, address_of
 from dpurt.rdma.queue_pair import Bind, Opcode, QueuePair, QueuePairAddress, Sge, Work
@@ -98,6 +100,7 @@ class _Grant:
     over: trio.Event = field(default_factory=trio.Event)
     fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_ok: bool = False
+    is_answered: bool = False
 
     def end(self, *, is_ok: bool) -> None:
         if not self.over.is_set():
@@ -143,6 +146,7 @@ class VerbsLink:
         self._group: LaneGroup | None = None
         self._far_numbers: dict[int, int] = {}  # lane: the number of the host's queue pair
         self._grants: dict[int, _Grant] = {}
+        self._unanswered = 0  # of these
         self._asking = trio.Semaphore(self._limits.max_asks)
         self._landings: dict[int, Landing] = {}
         self._landed = trio.Event()  # a landing came, or the link ends
@@ -334,9 +338,10 @@ class VerbsLink:
     async def _obey(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
             case Ask():
-                await self._asking.acquire()  # who asks for too much at a time is not heard for a while
+                await enter(self._asking)  # who asks for too much at a time is not heard for a while
                 total = self._check_ask(message)
                 grant = self._grants[message.number] = _Grant(message.op, total, set(message.lanes))
+                self._unanswered += 1
                 nursery.start_soon(self._serve_ask, message, grant)
             case Done(number) if number in self._grants:
                 self._grants[number].done(message)
@@ -382,9 +387,9 @@ class VerbsLink:
                 await serve(ask, grant)
         except Refused as refusal:
             self._node.stats.refused += 1
-            self._control.post(Refusal(ask.number, refusal.index, refusal.reason))
+            self._tell(Refusal(ask.number, refusal.index, refusal.reason))
         except RdmaLimit as limit:
-            self._control.post(Refusal(ask.number, 0, str(limit)))
+            self._tell(Refusal(ask.number, 0, str(limit)))
         except QueuePairError as error:
             self._end(ask, is_ok=False, why=str(error))
         else:
@@ -392,13 +397,23 @@ class VerbsLink:
                 self._count(grant)
             self._end(ask, is_ok=grant.is_ok)
         finally:
+            self._answered(grant)
             del self._grants[ask.number]
             self._asking.release()
 
     def _end(self, ask: Ask, *, is_ok: bool, why: str = "") -> None:
         """Of a pull that failed the host finds out by its own."""
         if ask.op == "store":
-            self._control.post(Ended(ask.number, is_ok, why))
+            self._tell(Ended(ask.number, is_ok, why))
+
+    def _tell(self, answer: Granted | Refusal | Ended) -> None:
+        """With the answers to other asks that are as far."""
+        self._control.post(answer, soon=self._unanswered > 1 or self._control.is_gathering)
+
+    def _answered(self, grant: _Grant) -> None:
+        if not grant.is_answered:
+            grant.is_answered = True
+            self._unanswered -= 1
 
     def _count(self, grant: _Grant) -> None:
         self._node.stats.count(grant.op, grant.total)
@@ -424,6 +439,8 @@ class VerbsLink:
                     self._lane(index).adapter.expect()
                 assert self._group is not None, "an open link has lanes"
                 deadline = self._limits.pace.deadline(grant.total)
+                if grant.total >= LONG_BYTES:
+                    self._control.hurry()
                 grant.carried = await self._group.carry(works, None, deadline)
         if grant.carried is not None or not grant.total:
             grant.end(is_ok=True)
@@ -448,7 +465,8 @@ class VerbsLink:
             grant.lanes &= set(runs)
             if not grant.lanes:
                 raise QueuePairError(self._control.peer, "closed", "none of the lanes is usable")
-            self._control.post(Granted(ask.number, runs))
+            self._tell(Granted(ask.number, runs))
+            self._answered(grant)
             for index in runs:
                 self._lane(index).adapter.expect()
             if not grant.total:
@@ -497,8 +515,11 @@ class VerbsLink:
         try:
             await self._bind(lane, wanted, windows)
             yield [
-                Run(segment.address, segment.length, windows[_window_of(entry, segment)].rkey)
-                for entry, segment in wanted
+                Run(*stretch)
+                for stretch in joined(
+                    (segment.address, segment.length, windows[_window_of(entry, segment)].rkey)
+                    for entry, segment in wanted
+                )
             ]
         finally:
             for window in windows.values():

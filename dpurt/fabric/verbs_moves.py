@@ -16,7 +16,9 @@ from dpurt.rdma.queue_pair import Opcode, Sge, Work
 
 __all__ = [
     "Span",
+    "Stretch",
     "aligned",
+    "joined",
     "length_of",
     "merged",
     "registered",
@@ -30,15 +32,15 @@ MAX_WORK_BYTES = 1 << 20
 _PAGE = 4096
 
 Span = tuple[int, int]  # address, length
-_Stretch = tuple[int, int, int]  # address, length, key
+Stretch = tuple[int, int, int]  # address, length, key
 
 
 def aligned(opcode: Opcode, local: Iterable[Sge], remote: Iterable[Run]) -> list[Work]:
     """One work for each stretch that is whole on both sides. Both sides have the same number of bytes."""
     works = []
-    theirs = _joined((run.address, run.length, run.key) for run in remote)
+    theirs = joined((run.address, run.length, run.key) for run in remote)
     to, room, rkey = 0, 0, 0
-    for at, left, lkey in _joined((sge.address, sge.length, sge.lkey) for sge in local):
+    for at, left, lkey in joined((sge.address, sge.length, sge.lkey) for sge in local):
         while left:
             while not room:
                 to, room, rkey = next(theirs)
@@ -49,8 +51,8 @@ def aligned(opcode: Opcode, local: Iterable[Sge], remote: Iterable[Run]) -> list
     return works
 
 
-def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    """Neighbours as one: a work costs more than its bytes when these are few."""
+def joined(stretches: Iterable[Stretch]) -> Iterator[Stretch]:
+    """Neighbours as one: a work, or a line of a grant, costs more than its bytes when these are few."""
     start = length = key = 0
     for address, more, its_key in stretches:
         if length and address == start + length and its_key == key:
@@ -138,7 +140,8 @@ def sges_of(registrations: Sequence[Registration], spans: Iterable[Span]) -> Ite
 
 def runs_of(registrations: Sequence[Registration], spans: Iterable[Span]) -> list[Run]:
     """Registered spans as the peer may touch them."""
+    segments = _segments(registrations, spans)
     return [
-        Run(segment.address, segment.length, segment.chunk.rkey)
-        for segment in _segments(registrations, spans)
+        Run(*stretch)
+        for stretch in joined((segment.address, segment.length, segment.chunk.rkey) for segment in segments)
     ]

@@ -1,7 +1,8 @@
 """pyverbs, imported when it is first needed: most machines have none, and the import takes a while.
 
 `verbs()` gives its names; `missing()` says why there is none. pyverbs leaks the element list of every work request that is not
-closed by hand (its `__dealloc` is not `__dealloc__`), hence `dpurt.rdma.endpoint` closes each after its post.
+closed by hand (its `__dealloc` is not `__dealloc__`), and making one takes longer than posting it. Hence those of `dpurt.rdma` are
+made once and used again and again.
 """
 
 from __future__ import annotations

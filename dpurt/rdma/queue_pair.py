@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
@@ -29,7 +30,7 @@ from dpurt.rdma.qp import FLUSHED, SUCCESS, Ended, QpState, QueuePairCore, is_re
 if TYPE_CHECKING:
     from dpurt.rdma.endpoint import Adapter
 
-__all__ = ["Bind", "Opcode", "QueuePair", "QueuePairAddress", "Received", "Sge", "Work"]
+__all__ = ["Bind", "Opcode", "QueuePair", "QueuePairAddress", "Received", "Requests", "Sge", "Work"]
 
 DRAIN_S = 5.0
 FLUSH_S = 2.0
@@ -227,20 +228,32 @@ class QueuePair:
     async def run(self, works: Sequence[Work | Bind], deadline: float) -> None:
         """Carry out works in order. Raises QueuePairError; then some may have been carried out, in order."""
         run = _Run()
-        is_done = False
-        try:
-            with trio.CancelScope(deadline=deadline):
-                await trio.lowlevel.checkpoint_if_cancelled()
-                await self._post_all(run, works)
-                await run.until_settled()
-                is_done = True
-        finally:
-            if run.flying:
-                await self._abandon(run)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if 0 < len(works) <= min(self._core.room, CHAIN) and trio.current_time() < deadline:
+            self._post_chain(run, works)
+            self._adapter.look()
+            works = ()
+        is_done = not works and not run.flying
+        if not is_done:
+            is_done = await self._run(run, works, deadline)
         if run.status != SUCCESS:
             raise QueuePairError(self.peer, run.status, self.failure)
         if not is_done:
             raise QueuePairError(self.peer, "timed_out")
+
+    async def _run(self, run: _Run, works: Sequence[Work | Bind], deadline: float) -> bool:
+        """Whether it ended in time."""
+        try:
+            with trio.CancelScope(deadline=deadline):
+                await trio.lowlevel.checkpoint_if_cancelled()
+                await self._post_all(run, works)
+                self._adapter.look()
+                await run.until_settled()
+                return True
+        finally:
+            if run.flying:
+                await self._abandon(run)
+        return False
 
     async def _post_all(self, run: _Run, works: Sequence[Work | Bind]) -> None:
         at = 0
@@ -253,23 +266,21 @@ class QueuePair:
                 await self._room.park()
                 continue
             chain = works[at : at + room]
-            run.flying += 1
-            self.post_send(chain, run.ended)
-            self._adapter.expect()
+            self._post_chain(run, chain)
             at += len(chain)
+
+    def _post_chain(self, run: _Run, chain: Sequence[Work | Bind]) -> None:
+        run.flying += 1
+        self.post_send(chain, run.ended)
+        self._adapter.expect()
 
     def post_send(self, chain: Sequence[Work | Bind], on_ended: Callable[[str], None]) -> None:
         """Post a chain that fits (`send_room`); `on_ended(status)` is called once, from the completion task."""
         ids = self._core.post_send(on_ended, len(chain))
-        requests = _Requests()
         try:
-            for wr_id, work in zip(reversed(ids), reversed(chain), strict=True):
-                requests.prepend(work, wr_id | self._serial, is_signalled=wr_id == ids[-1])
-            self._handle.post_send(requests.first)
+            self._handle.post_send(self._adapter.requests.fill(chain, ids, self._serial))
         except verbs().PyverbsError as error:
             self.give_up(f"posting: {error}")
-        finally:
-            requests.close()
 
     @property
     def send_room(self) -> int:
@@ -430,46 +441,51 @@ def _request(make: Callable[..., Any], local: Sge, **params: object) -> Any:
         element.close()
 
 
-_NOWHERE = (Sge(0, 0, 0),)
+class Requests:
+    """A chain of pyverbs work requests, made once and filled in for each post: making one costs more than posting it.
 
-
-class _Requests:
-    """A chain of pyverbs work requests, made from its end: each points to the next."""
+    Each points to the next and to an element of its own, for good; a chain of n is the last n of them.
+    """
 
     def __init__(self) -> None:
-        self._v = verbs()
-        self.first: Any = None
-        self._made: list[Any] = []
+        v = verbs()
+        self._signalled = v.enums.IBV_SEND_SIGNALED
+        self._bind = v.enums.IBV_WR_BIND_MW
+        self._elements = [v.SGE(0, 0, 0) for _ in range(CHAIN)]
+        self._requests = [v.SendWR(opcode=self._bind) for _ in range(CHAIN)]
+        for request, element in zip(self._requests, self._elements, strict=True):
+            request.sg_list = element
+        for request, following in pairwise(self._requests):
+            request.next_wr = following
 
-    def prepend(self, work: Work | Bind, wr_id: int, *, is_signalled: bool) -> None:
-        flags = self._v.enums.IBV_SEND_SIGNALED if is_signalled else 0
-        make = self._bind if isinstance(work, Bind) else self._move
-        self.first = make(work, wr_id, flags)  # type: ignore[arg-type]
+    def fill(self, works: Sequence[Work | Bind], ids: Sequence[int], serial: int) -> Any:
+        """The first of the chain, whose last is signalled. Valid until the next `fill`: a post copies it."""
+        assert 0 < len(works) <= CHAIN, "longer ones are posted in parts"
+        start = CHAIN - len(works)
+        for at, (work, wr_id) in enumerate(zip(works, ids, strict=True), start):
+            request = self._requests[at]
+            request.wr_id = wr_id | serial
+            request.send_flags = 0
+            if isinstance(work, Bind):
+                self._fill_bind(request, work)
+            else:
+                self._fill_move(request, self._elements[at], work)
+        self._requests[-1].send_flags = self._signalled
+        return self._requests[start]
 
-    def _move(self, work: Work, wr_id: int, flags: int) -> Any:
-        elements = [self._v.SGE(sge.address, sge.length, sge.lkey) for sge in work.local or _NOWHERE]
-        self._made += elements
-        request = self._v.SendWR(
-            wr_id=wr_id, opcode=int(work.opcode), num_sge=len(elements), sg=elements, send_flags=flags,
-            imm_data=socket.htonl(work.immediate), next_wr=self.first,
-        )  # fmt: skip
-        self._made.append(request)
-        if not work.local:
-            request.num_sge = 0  # pyverbs makes none without an element
+    @staticmethod
+    def _fill_move(request: Any, element: Any, work: Work) -> None:
+        request.opcode = int(work.opcode)
+        request.num_sge = len(work.local)
+        for sge in work.local:
+            element.addr, element.length, element.lkey = sge.address, sge.length, sge.lkey
+        request.imm_data = socket.htonl(work.immediate)
         if work.opcode is not Opcode.SEND:
             request.set_wr_rdma(work.rkey, work.remote_address)
-        return request
 
-    def _bind(self, work: Bind, wr_id: int, flags: int) -> Any:
-        request = self._v.SendWR(
-            wr_id=wr_id, opcode=self._v.enums.IBV_WR_BIND_MW, send_flags=flags, next_wr=self.first
-        )
-        self._made.append(request)
-        chunk, access = work.chunk.handle, int(work.access)
-        request.set_bind_wr(work.window.handle, self._v.MWBindInfo(chunk, work.address, work.length, access))
+    def _fill_bind(self, request: Any, work: Bind) -> None:
+        request.opcode = self._bind
+        request.num_sge = request.imm_data = 0  # Soft-RoCE refuses any other
+        info = verbs().MWBindInfo(work.chunk.handle, work.address, work.length, int(work.access))
+        request.set_bind_wr(work.window.handle, info)
         work.window.rkey = request.rkey
-        return request
-
-    def close(self) -> None:
-        for made in self._made:
-            made.close()

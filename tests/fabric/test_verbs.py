@@ -163,6 +163,31 @@ async def test_messages_arrive_in_order_also_when_the_socket_is_full(ends: Ends)
         nursery.cancel_scope.cancel()
 
 
+async def test_what_is_posted_soon_goes_out_in_one_send_and_after_what_cannot_wait(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+):
+    sends: list[int] = []
+    send = Control._send
+    monkeypatch.setattr(Control, "_send", lambda self: (sends.append(len(self._unsent)), send(self)))
+    soon = [Done(number, True) for number in range(1, 17)]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ends.one.flush)
+        for done in soon:
+            ends.one.post(done, soon=True)
+        ends.one.post(Done(99, True))
+        assert [await ends.other.receive() for _ in range(17)] == [Done(99, True), *soon]
+        nursery.cancel_scope.cancel()
+    assert len(sends) == 2
+
+
+async def test_what_was_to_be_sent_soon_is_not_lost_by_a_close(ends: Ends):
+    ends.one.post(Done(1, True), soon=True)
+    ends.one.close()
+    assert await ends.other.receive() == Done(1, True)
+    with pytest.raises(FabricError, match="closed"):
+        await ends.other.receive()
+
+
 async def test_a_peer_that_does_not_read_is_cut_off(ends: Ends):
     for number in range(100_000):
         ends.one.post(Ask(number, "pull", [(1, 2, 3, 4)] * 1000, [0]))

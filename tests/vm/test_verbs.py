@@ -146,6 +146,18 @@ async def test_after_one_refusal_the_queue_pair_is_replaced_and_the_call_succeed
         await host.aclose()
 
 
+async def test_what_a_push_leaves_in_a_work_request_does_not_spoil_the_window_of_the_next_pull():
+    async with rig_of() as rig:
+        host = await opened(rig)
+        landing = host.landing(4096)
+        await rig.link().push([(rig.regions[SHARED].view[:50], landing.region_id, 0)], soon())
+        got = piece(SHARED, 5, 5000)
+        await host.pull([got], soon())
+        assert got.local == rig.bytes(SHARED, 5, 5000)
+        assert host.stats.errors == rig.fabric.stats.errors == 0
+        await host.aclose()
+
+
 async def test_nothing_outside_the_region_can_be_read():
     async with rig_of() as rig:
         host = await opened(rig, beyond_the_region, times=2)
