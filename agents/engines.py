@@ -197,14 +197,11 @@ class EnginesAgent(Actor[None]):
     def _receive(self, rank: Rank, socket: ZmqSocket, first: list[bytes]) -> None:
         """A message, and those that are here with it. If the way was interrupted among them, all of them have to wait."""
         self._heard.set()
-        messages = [first]
-        while len(messages) < AT_ONCE and (more := socket.try_recv()) is not None:
-            messages.append(more)
+        messages = [first, *socket.try_recv_many(AT_ONCE - 1)]
         now = trio.current_time()
         if socket.was_interrupted():
             self._obey(rank, rank.core.interrupted(now))
-        for frames in messages:
-            self._obey(rank, rank.core.live(frames, now))
+        self._obey(rank, rank.core.live_all(messages, now))
 
     @staticmethod
     def _obey(rank: Rank, ask: Ask | None) -> None:

@@ -39,6 +39,7 @@ import zmq
 from dpurt.bench.live_node import LiveNode, Shape, live_node, node_conditions
 from dpurt.bench.result import BenchResult, Figure
 from dpurt.client.admin import ask
+from dpurt.demo.interrupts import interrupts_held
 from dpurt.wire import messages as m
 
 SUMMARY = "engines' KV events taken in, and what is known of them, beside Dynamo's indexer process"
@@ -285,13 +286,16 @@ def peers() -> Iterator[Side]:
             "--workers",
             f"1={endpoint}",
         ]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        started: list[subprocess.Popen[bytes]] = []
         try:
+            with interrupts_held():
+                started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
             _until_listening(port)
-            yield Side(publisher, port, "default", process.pid)
+            yield Side(publisher, port, "default", started[0].pid)
         finally:
-            process.terminate()
-            process.wait(10)
+            for process in started:  # it keeps nothing that it would have to save
+                process.kill()
+                process.wait()
 
 
 def _until_listening(port: int) -> None:

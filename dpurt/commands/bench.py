@@ -16,6 +16,7 @@ import platform
 from pathlib import Path
 
 from dpurt.bench.result import BenchResult, Figure
+from dpurt.demo.interrupts import sigterm_interrupts
 from dpurt.errors import ConfigError
 from dpurt.json_output import add_json_argument, write_json
 
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     if args.name != "all" and args.name not in known:
         raise ConfigError("bench", f"no benchmark {args.name!r}; known: {', '.join(known)}, all")
     names = list(known) if args.name == "all" else [args.name]
-    results = [_run_one(name, quick=args.quick, silent=args.json is not None) for name in names]
+    with sigterm_interrupts():  # its nodes and peers end with it
+        results = [_run_one(name, quick=args.quick, silent=args.json is not None) for name in names]
     if args.json is not None:
         rows = [result.to_json() for result in results]
         write_json(args.json, rows if args.name == "all" else rows[0])

@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from dpurt.config.reading import parse_size
 from dpurt.demo import report
 from dpurt.demo.back_end import check_installed
+from dpurt.demo.interrupts import sigterm_interrupts
 from dpurt.demo.plan import TRACE_BLOCK_BYTES, Plan, make_plan
 from dpurt.demo.run import Outcome, Way, play
 from dpurt.doctor import memory_bytes
@@ -98,23 +98,12 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _work_folder(parent: Path | None) -> Iterator[Path]:
     """A folder and, inside the block, SIGTERM as an interrupt: neither it nor the processes outlive the block."""
-    interrupts: list[int] = []
-
-    def interrupt(number: int, _frame: object) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    work = Path(tempfile.mkdtemp(prefix="dpurt-demo-", dir=parent))
-    try:
-        yield work
-    except Exception:
-        if interrupts:  # it hit in the middle of something that then failed, perhaps inside Trio
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
+    with sigterm_interrupts():
+        work = Path(tempfile.mkdtemp(prefix="dpurt-demo-", dir=parent))
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _check_files(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts that wait until a new process is known to whoever ends it."""
+"""Interrupts of a command that runs processes: none of these outlives it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,23 @@ def interrupts_held() -> Iterator[None]:
             signal.signal(each, handler)
         for number in came:
             signal.raise_signal(number)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM is an interrupt inside the block: whatever ends its processes at one ends them."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except Exception:
+        if interrupts:  # it hit in the middle of something that then failed, perhaps inside Trio
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

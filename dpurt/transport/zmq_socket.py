@@ -200,6 +200,17 @@ class ZmqSocket:
         """As `try_recv`, for frames."""
         return self._attempt(self._receive)
 
+    def try_recv_many(self, limit: int) -> list[list[bytes]]:
+        """Messages that are here, `limit` at most."""
+        messages: list[list[bytes]] = []
+
+        def receive() -> None:
+            while len(messages) < limit:
+                messages.append(self._receive_bytes())
+
+        self._attempt(receive)
+        return messages
+
     def _receive(self) -> list[zmq.Frame]:
         """A message's frames: once the first is here the others are, so this raises Again or gets them all."""
         frame = self._socket.recv(_DONTWAIT, copy=False)
@@ -216,15 +227,18 @@ class ZmqSocket:
         """As `_receive`, copied at once: for what is small or is copied anyway. A frame knows whether more follow; to ask the
         socket that costs three times what it does to receive.
         """
-        frame = self._socket.recv(_DONTWAIT, copy=False)
+        receive, most = self._socket.recv, self.options.max_parts
+        frame = receive(_DONTWAIT, copy=False)
         parts = [frame.bytes]
         while frame.more:
-            frame = self._socket.recv(_DONTWAIT, copy=False)
-            if len(parts) <= self.options.max_parts:
+            frame = receive(_DONTWAIT, copy=False)
+            if len(parts) <= most:
                 parts.append(frame.bytes)
         self.stats.received += 1
-        self.stats.cut += len(parts) > self.options.max_parts
-        return parts[: self.options.max_parts]
+        if len(parts) > most:
+            self.stats.cut += 1
+            parts.pop()
+        return parts
 
     # --- sending -------------------------------------------------------------------------------------------
 
