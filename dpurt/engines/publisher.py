@@ -32,6 +32,9 @@ from dpurt.engines.residency import Residency
 
 MAX_HELD = 4096  # live messages held back during a replay
 MAX_TRIES = 3
+LARGE_BYTES = (
+    65_536  # of a message, whose events are many times that: they are let go before the next one is read
+)
 PROBE_S = 5.0
 SILENT_S = 30.0
 _REMEMBERED = 1024  # stamps of past messages
@@ -101,17 +104,18 @@ class Publisher:
 
     # --- what comes in ---
 
-    def live(self, frames: Sequence[bytes], now: float) -> Ask | None:
-        """A message of the PUB socket."""
-        return self.live_all([frames], now)
-
-    def live_all(self, messages: Sequence[Sequence[bytes]], now: float) -> Ask | None:
-        """Messages of the PUB socket that are here together. What they say is entered in one piece."""
+    def live(self, messages: Sequence[Sequence[bytes]], now: float) -> Ask | None:
+        """Messages of the PUB socket that are here together. What they say is entered in one piece, but for large ones."""
         self.heard_at = now
-        asks = [ask for frames in messages if (ask := self._live(frames, now)) is not None]
+        asks = []
+        for frames in messages:
+            asks.append(self._live(frames, now))
+            if sum(map(len, frames)) > LARGE_BYTES:
+                self._enter_due()
         self._enter_due()
-        assert len(asks) <= 1, "one replay at a time"
-        return asks[0] if asks else None
+        found = [ask for ask in asks if ask is not None]
+        assert len(found) <= 1, "one replay at a time"
+        return found[0] if found else None
 
     def _live(self, frames: Sequence[bytes], now: float) -> Ask | None:
         message = decode_live(frames)

@@ -99,7 +99,7 @@ class Line:
             self.asked = ask
 
     def deliver(self, count: int = 10**6) -> None:
-        self.note(self.core.live_all(self.under_way[:count], self.now))
+        self.note(self.core.live(self.under_way[:count], self.now))
         del self.under_way[:count]
 
     def replay(self, lose: Callable[[int], bool] = lambda _: False) -> None:
