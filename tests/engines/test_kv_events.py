@@ -157,7 +157,7 @@ def test_100_000_mutated_messages_are_counted_drops_and_nothing_else() -> None:
     small = [frames for frames in small if sum(map(len, frames)) < 1500]
     publisher = Publisher(Residency(Engine(dialect=DIALECT, block_tokens=16)), has_replay=False, now=0.0)
     for i in range(100_000):
-        assert publisher.live([mutated(small[i % len(small)], rng)], float(i)) is None
+        assert publisher.live(mutated(small[i % len(small)], rng), float(i)) is None
         if i % 1000 == 0:
             publisher.residency.held.leading(None, bytes(640))  # reads what was told below the root
     stats = publisher.stats

@@ -99,7 +99,8 @@ class Line:
             self.asked = ask
 
     def deliver(self, count: int = 10**6) -> None:
-        self.note(self.core.live(self.under_way[:count], self.now))
+        for frames in self.under_way[:count]:
+            self.note(self.core.live(frames, self.now))
         del self.under_way[:count]
 
     def replay(self, lose: Callable[[int], bool] = lambda _: False) -> None:
@@ -215,12 +216,6 @@ class Publishing(RuleBasedStateMachine):
     @rule(which=which, count=st.integers(1, 3))
     def deliver(self, which: int, count: int) -> None:
         self.lines[which].deliver(count)
-
-    @rule(which=which)
-    def deliver_one_by_one(self, which: int) -> None:
-        line = self.lines[which]
-        for _ in range(len(line.under_way)):
-            line.deliver(1)
 
     @rule(which=which)
     def lose(self, which: int) -> None:
