@@ -201,7 +201,8 @@ class EnginesAgent(Actor[None]):
         now = trio.current_time()
         if socket.was_interrupted():
             self._obey(rank, rank.core.interrupted(now))
-        self._obey(rank, rank.core.live_all(messages, now))
+        for frames in messages:
+            self._obey(rank, rank.core.live(frames, now))
 
     @staticmethod
     def _obey(rank: Rank, ask: Ask | None) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dpurt.engines.kv_events import EndOfReplay, KvBatch, KvEvent, Malformed, decode_live, decode_replay
+from dpurt.engines.kv_events import EndOfReplay, KvBatch, Malformed, decode_live, decode_replay
 from dpurt.engines.residency import Residency
 
 MAX_HELD = 4096  # live messages held back during a replay
@@ -89,7 +89,6 @@ class Publisher:
         self._born = self._last_ts = 0.0
         self._stamps: list[tuple[int, float]] = [(-1, 0.0)] * _REMEMBERED
         self._held: deque[KvBatch] = deque(maxlen=MAX_HELD)
-        self._due: list[KvEvent] = []  # of messages applied, not entered yet
         self._replay: _Replay | None = None
         self._tries = 0  # replays in this trouble that brought nothing new
         self._probed_at = now
@@ -103,17 +102,7 @@ class Publisher:
 
     def live(self, frames: Sequence[bytes], now: float) -> Ask | None:
         """A message of the PUB socket."""
-        return self.live_all([frames], now)
-
-    def live_all(self, messages: Sequence[Sequence[bytes]], now: float) -> Ask | None:
-        """Messages of the PUB socket that are here together. What they say is entered in one piece."""
         self.heard_at = now
-        asks = [ask for frames in messages if (ask := self._live(frames, now)) is not None]
-        self._enter_due()
-        assert len(asks) <= 1, "one replay at a time"
-        return asks[0] if asks else None
-
-    def _live(self, frames: Sequence[bytes], now: float) -> Ask | None:
         message = decode_live(frames)
         if isinstance(message, Malformed):
             return self._unreadable(message)
@@ -124,20 +113,14 @@ class Publisher:
 
     def replayed(self, frames: Sequence[bytes], now: float) -> Ask | None:
         """A message of the replay socket. Only those that belong to the replay asked for last must be handed in."""
+        message = decode_replay(frames)
         if self._replay is None:
             return None
         self.heard_at = now
-        ask = self._replayed(decode_replay(frames), self._replay, now)
-        self._enter_due()
-        return ask
-
-    def _replayed(
-        self, message: KvBatch | EndOfReplay | Malformed, replay: _Replay, now: float
-    ) -> Ask | None:
         if isinstance(message, EndOfReplay):
-            return self._replay_ended(replay, now)
+            return self._replay_ended(self._replay, now)
         if isinstance(message, KvBatch):
-            self._take_replayed(message, replay)
+            self._take_replayed(message, self._replay)
             return None
         self._count_malformed(message)
         if message.seq is not None and message.seq == self._next:
@@ -157,9 +140,7 @@ class Publisher:
             self._tries = 0  # nothing is known, and nothing to go on with: again when there is
             return None
         self._surrender()
-        ask = self._drain(now)
-        self._enter_due()
-        return ask
+        return self._drain(now)
 
     def interrupted(self, now: float) -> Ask | None:
         """The way to it is new, or was interrupted: something may be lost, or it may be another process.
@@ -326,13 +307,7 @@ class Publisher:
         stats.events += len(batch.events)
         stats.skipped_events += batch.skipped
         stats.dropped_events += batch.dropped
-        self._due += batch.events
-
-    def _enter_due(self) -> None:
-        """At the end of all that applies messages."""
-        if self._due:
-            self.residency.apply(self._due)
-            self._due = []
+        self.residency.apply(batch.events)
 
     def _start_at(self, batch: KvBatch) -> None:
         """Follow a generation from this message on."""
@@ -360,7 +335,6 @@ class Publisher:
 
     def _forget(self) -> None:
         self.residency.reset()
-        self._due = []
         self._next, self.is_partial, self._is_unverified, self._doubtful = None, False, False, None
         self._stamps = [(-1, 0.0)] * _REMEMBERED
 

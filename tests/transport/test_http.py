@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -141,6 +143,22 @@ async def test_what_follows_a_head_is_answered_in_full() -> None:
         answer = await said(port, b"HEAD /a HTTP/1.1\r\nHost: x\r\n\r\n" + b"nonsense\r\n\r\n")
     assert answer.count(b"HTTP/1.1 ") == 2
     assert answer.endswith(b"}")
+
+
+async def test_a_question_that_is_here_is_answered_in_one_turn_of_the_loop() -> None:
+    """The first turn finds it and answers; the answer is here in the next, or the one after."""
+    body = b"x" * SMALL
+    async with server() as port, await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        for _ in range(3):
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await stream.send_all(b"POST /q HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % SMALL)
+            os.write(stream.socket.fileno(), body)
+            turns = 0
+            while not select.select([stream.socket], [], [], 0)[0]:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+            assert turns <= 2
+            assert (await stream.receive_some()).endswith(body)
 
 
 async def test_a_client_of_many_small_chunks_lets_others_have_their_turn() -> None:

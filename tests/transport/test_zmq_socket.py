@@ -86,6 +86,21 @@ async def test_try_recv_drains_what_is_here_and_then_says_none(context: Context)
     assert router.try_recv() is None
 
 
+async def test_what_is_here_is_received_together_up_to_a_limit(context: Context) -> None:
+    router, dealer = connected(context)
+    for i in range(10):
+        await dealer.send([b"%d" % i, b"part"])
+    batches = []
+    with trio.fail_after(5):
+        while sum(map(len, batches)) < 10:
+            batches.append(router.try_recv_many(4))
+            await trio.lowlevel.checkpoint()
+    assert [parts[1:] for batch in batches for parts in batch] == [[b"%d" % i, b"part"] for i in range(10)]
+    assert max(map(len, batches)) <= 4
+    assert router.try_recv_many(4) == []
+    assert router.stats.received == 10
+
+
 async def test_cancelled_receive_loses_no_message(context: Context) -> None:
     router, dealer = connected(context)
     got = []
