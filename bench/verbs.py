@@ -178,9 +178,7 @@ async def _figures(
     return figures
 
 
-def _verdict(
-    shape: _Shape, name: str, mine: list[float], theirs: list[float], target: str | None
-) -> Figure:
+def _verdict(shape: _Shape, name: str, mine: list[float], theirs: list[float], target: str | None) -> Figure:
     ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) if theirs else None
     return Figure(
         name=name,
