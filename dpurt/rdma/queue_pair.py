@@ -68,8 +68,8 @@ class Sge:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One work request. `immediate` is a 32-bit number for WRITE_IMMEDIATE. Without local bytes nothing is moved, and no key
-    is asked for: that it ends well says that the peer is there.
+    """One work request, with one piece of local bytes at most. `immediate` is a 32-bit number for WRITE_IMMEDIATE. Without local
+    bytes nothing is moved, and no key is asked for: that it ends well says that the peer is there.
     """
 
     opcode: Opcode
@@ -476,6 +476,7 @@ class Requests:
     @staticmethod
     def _fill_move(request: Any, element: Any, work: Work) -> None:
         request.opcode = int(work.opcode)
+        assert len(work.local) <= 1, "a request has one element"
         request.num_sge = len(work.local)
         for sge in work.local:
             element.addr, element.length, element.lkey = sge.address, sge.length, sge.lkey
