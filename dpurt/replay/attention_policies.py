@@ -76,10 +76,7 @@ class LruPool(Lru):
     """
 
     def values(self, turn: int, layer: int) -> Floats:
-        stamp = self._stamp[layer]
-        stamp[self.trace.demand[turn, layer]] = turn + self._late / 2
-        known: Floats = stamp[: self.trace.columns[turn]] - turn
-        return known
+        return super().values(turn, layer) - turn
 
 
 class Lfu(Lru):
