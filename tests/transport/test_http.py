@@ -146,9 +146,11 @@ async def test_what_follows_a_head_is_answered_in_full() -> None:
 
 
 async def test_a_question_that_is_here_is_answered_in_one_turn_of_the_loop() -> None:
-    """The first turn finds it and answers; the answer is here in the next, or the one after."""
+    """The first turn finds it and answers; the answer is here in the next, or the one after. Over a socket that delivers at once."""
     body = b"x" * SMALL
-    async with server() as port, await trio.open_tcp_stream("127.0.0.1", port) as stream:
+    ours, theirs = trio.socket.socketpair()
+    async with trio.open_nursery() as nursery, trio.SocketStream(ours) as stream:
+        nursery.start_soon(http._converse, trio.SocketStream(theirs), echo, SMALL, lambda: None)
         for _ in range(3):
             await trio.testing.wait_all_tasks_blocked(0.01)
             await stream.send_all(b"POST /q HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % SMALL)
@@ -159,6 +161,8 @@ async def test_a_question_that_is_here_is_answered_in_one_turn_of_the_loop() -> 
                 turns += 1
             assert turns <= 2
             assert (await stream.receive_some()).endswith(body)
+        nursery.cancel_scope.cancel()
+    theirs.close()
 
 
 async def test_a_client_of_many_small_chunks_lets_others_have_their_turn() -> None:
