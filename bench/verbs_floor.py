@@ -1,7 +1,7 @@
 """What an interpreter costs on an RDMA link: a bare loop over pyverbs, for `dpurt.bench.verbs` to show beside perftest and ours.
 
 No Trio, no permission, no events, one process that does nothing else: post until so many are under way, poll, post. Requests are
-made beforehand. No fabric written in Python moves blocks faster, one work a block, than this.
+made beforehand. A fabric in Python, which has all of that to do besides, cannot be expected to be faster at one work a block.
 """
 
 from __future__ import annotations

@@ -53,9 +53,7 @@ __all__ = [
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
-LONG_BYTES = (
-    256 << 10
-)  # a software device may move so many inside the call that posts the work: see `Control.hurry`
+LONG_BYTES = 256 << 10  # a software device may move so many inside the call that posts: see `Control.hurry`
 SILENCE_S = 10  # without a sign of the peer's kernel
 _LENGTH = struct.Struct("<I")
 

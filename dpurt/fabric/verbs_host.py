@@ -345,9 +345,7 @@ class VerbsEndpoint:
     async def _withdraw(self, ask: Ask, question: _Question, asked: Mapping[int, QueuePair]) -> None:
         """Nobody waits for the store: the node must not go on reading memory that is about to be somebody else's."""
         if question.answer is None:
-            self._control.post(
-                Done(ask.number, False), soon=True
-            )  # not before the ask, which may be on its way
+            self._control.post(Done(ask.number, False), soon=True)  # not before the ask, which may wait to go
             with trio.move_on_after(GIVE_UP_S) as limit, contextlib.suppress(QueuePairError):
                 limit.shield = True
                 while question.answer is None:
