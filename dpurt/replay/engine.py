@@ -255,7 +255,7 @@ class _Run:
             self._run_until(request.timestamp_s)
             self._now = request.timestamp_s
             self._arrive(number, request)
-            self._send_outbox()
+            self._settle_core()
             if progress is not None:
                 progress(number + 1)
         self._run_until(float("inf"))
@@ -264,25 +264,32 @@ class _Run:
 
     def _run_until(self, end: float) -> None:
         """All events before `end`; past the last arrival (end is infinite) only while a request is open."""
-        heap, outbox = self._heap, self._outbox
+        heap, settle = self._heap, self._settle_core
         is_last = end == float("inf")
         while heap and heap[0][0] < end and (self._open_turns or not is_last):
             self._now, _, action, argument = heappop(heap)
             action(argument)
-            if outbox:
-                self._send_outbox()
+            settle()
 
     def _at(self, when: float, action: Callable[..., None], argument: object) -> None:
         self._scheduled += 1
         heappush(self._heap, (when, self._scheduled, action, argument))
 
-    def _send_outbox(self) -> None:
-        """Tell the core what its commands, or a demand read, caused: never from inside those, where room is
-        half made."""
-        outbox, core = self._outbox, self.core
+    def _settle_core(self) -> None:
+        """Tell the core what its commands, or a demand read, caused: never from inside those, where room is half made.
+        Then see to it that it is woken in time."""
+        core, outbox, now = self.core, self._outbox, self._now
+        if core is None:
+            return
         while outbox:
-            assert core is not None, "nobody else causes any"
-            self._obey(core.handle(outbox.popleft(), self._now))
+            self._obey(core.handle(outbox.popleft(), now))
+        set_for = self._tick_at
+        if set_for is not None and set_for <= now:
+            return  # no tick can come before that
+        wakeup = core.next_wakeup()
+        if wakeup is not None and (set_for is None or wakeup < set_for):
+            self._tick_at = max(wakeup, now)
+            self._at(self._tick_at, self._tick, self._tick_at)
 
     def _tell(self, event: Event) -> None:
         """An event for the core, if there is one."""
@@ -297,20 +304,14 @@ class _Run:
         self._obey(self.core.tick(self._now))
 
     def _obey(self, commands: Sequence[Fetch | CancelFetch]) -> None:
-        if commands:
-            for command in commands:
-                if isinstance(command, Fetch):
-                    self._fetch(command)
-                else:
-                    self._cancel(command.job)
-            self._start_reads()
-        if self._tick_at is not None and self._tick_at <= self._now:
-            return  # no tick can come before that
-        assert self.core is not None
-        wakeup = self.core.next_wakeup()
-        if wakeup is not None and (self._tick_at is None or wakeup < self._tick_at):
-            self._tick_at = max(wakeup, self._now)
-            self._at(self._tick_at, self._tick, self._tick_at)
+        if not commands:
+            return
+        for command in commands:
+            if isinstance(command, Fetch):
+                self._fetch(command)
+            else:
+                self._cancel(command.job)
+        self._start_reads()
 
     # --- requests
 
