@@ -488,13 +488,14 @@ class _Run:
     # --- reads
 
     def _fetch(self, command: Fetch) -> None:
-        if self.where(command.block, None) != "nvme" or not self.staging.reserve(command.block, self._now):
-            self._outbox.append(FetchFailed(command.job, "no_room"))
-            self._not_kept(command.block)
+        block, job = command.block, command.job
+        if not self.staging.reserve(block, self._now):
+            self._outbox.append(FetchFailed(job, "no_room"))
+            self._not_kept(block)
             return
-        self._has_place.add(command.block)
-        read = Read(command.block, self.scenario.block_bytes, command.job, is_demand=False)
-        self._reads[command.block] = self._read_of_job[command.job] = read
+        self._has_place.add(block)
+        read = Read(block, self.scenario.block_bytes, job, is_demand=False)
+        self._reads[block] = self._read_of_job[job] = read
         self.device.submit(read)
 
     def _read(self, read: Read) -> None:
@@ -523,26 +524,28 @@ class _Run:
             del self._read_of_job[read.job]
 
     def _read_done(self, read: Read) -> None:
+        block, job = read.block, read.job
         self.device.complete(read)
         self._end_read(read)
-        askers = self._asking.pop(read.block, [])
-        if read.block in self._has_place:
-            self._has_place.discard(read.block)
-            self.staging.land(read.block, self._now, by_prefetch=read.job is not None and not askers)
+        askers = self._asking.pop(block, None)
+        if block in self._has_place:
+            self._has_place.discard(block)
+            self.staging.land(block, self._now, by_prefetch=job is not None and not askers)
         else:
-            self._not_kept(read.block)
-        self._useful_reads += bool(askers)
-        for turn in askers:
-            self._load(turn, read.block)
-        if read.job is not None:
-            self._count_waits(askers)
-            self._tell(Staged(read.block, read.job))
+            self._not_kept(block)
+        if askers:
+            self._serve_askers(askers, read)
+        if job is not None:
+            self._tell(Staged(block, job))
         self._start_reads()
 
-    def _count_waits(self, askers: Sequence[_Turn]) -> None:
-        """How late a prefetch was for those who asked before it was there."""
+    def _serve_askers(self, askers: Sequence[_Turn], read: Read) -> None:
+        """Hosts waited for this read; if it was a prefetch, that is how late it was."""
+        self._useful_reads += 1
         for turn in askers:
-            self.counts.waits[bisect_left(LEAD_BOUNDS_S, self._now - turn.asked_at)] += 1
+            self._load(turn, read.block)
+            if read.job is not None:
+                self.counts.waits[bisect_left(LEAD_BOUNDS_S, self._now - turn.asked_at)] += 1
 
     def _evicted(self, block: int) -> None:
         if self._oracle is not None:
