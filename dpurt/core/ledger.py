@@ -169,7 +169,9 @@ class Ledger:
         self.max_rows = max_rows
         self._open: dict[int, _Job] = {}
         self._of_block: dict[int, list[int]] = {}  # open jobs that are flying, staged or evicted
-        self._expiries: list[tuple[float, int]] = []
+        self._expiries: list[float] = []  # a heap of the keys of `_expiring`
+        self._expiring: dict[float, list[int]] = {}  # jobs that expire then; some may have ended
+        self._num_expiring = 0
         self._rows: dict[tuple[str, Owner], Totals] = {}
 
     # --- the way of a job
@@ -197,10 +199,10 @@ class Ledger:
         expires = need_by + self.horizon_s
         row = self._row(predictor, owner)
         self._open[job] = _Job(block, parts_mask, predictor, owner, probability, record_bytes, expires, row)
-        heapq.heappush(self._expiries, (expires, job))
+        self._expire_at(expires, job)
         row.planned += 1
         row.open += 1
-        if len(self._expiries) > 2 * len(self._open) + 64:
+        if self._num_expiring > 2 * len(self._open) + 64:
             self._compact()
 
     def withdraw(self, job: int, reason: str) -> Settled:
@@ -284,17 +286,19 @@ class Ledger:
         settled: list[Settled] = []
         unanswered = []
         expiries, is_open = self._expiries, self._open.get
-        while expiries and expiries[0][0] <= now:
-            _, job = heapq.heappop(expiries)
-            record = is_open(job)
-            if record is None:
-                continue
-            if record.state in (STAGED, EVICTED):
-                settled.append(self._settle(job, record, USELESS))
-            else:
-                unanswered.append((now + self.horizon_s, job))
-        for entry in unanswered:
-            heapq.heappush(self._expiries, entry)
+        while expiries and expiries[0] <= now:
+            jobs = self._expiring.pop(heapq.heappop(expiries))
+            self._num_expiring -= len(jobs)
+            for job in sorted(jobs):
+                record = is_open(job)
+                if record is None:
+                    continue
+                if record.state in (STAGED, EVICTED):
+                    settled.append(self._settle(job, record, USELESS))
+                else:
+                    unanswered.append(job)
+        for job in unanswered:
+            self._expire_at(now + self.horizon_s, job)
         return settled
 
     def close(self) -> None:
@@ -305,12 +309,15 @@ class Ledger:
 
     def next_expiry(self) -> float | None:
         """When `expire` may have something to do."""
-        expiries = self._expiries
+        expiries, is_open = self._expiries, self._open
         while expiries:
-            when, job = expiries[0]
-            if job in self._open:
-                return when
-            heapq.heappop(expiries)
+            jobs = self._expiring[expiries[0]]
+            while jobs:
+                if jobs[-1] in is_open:
+                    return expiries[0]
+                jobs.pop()
+                self._num_expiring -= 1
+            del self._expiring[heapq.heappop(expiries)]
         return None
 
     # --- queries
@@ -398,9 +405,20 @@ class Ledger:
         else:
             jobs.remove(job)
 
+    def _expire_at(self, when: float, job: int) -> None:
+        jobs = self._expiring.get(when)
+        if jobs is None:
+            heapq.heappush(self._expiries, when)
+            self._expiring[when] = [job]
+        else:
+            jobs.append(job)
+        self._num_expiring += 1
+
     def _compact(self) -> None:
-        self._expiries = [entry for entry in self._expiries if entry[1] in self._open]
-        heapq.heapify(self._expiries)
+        left = {when: [job for job in jobs if job in self._open] for when, jobs in self._expiring.items()}
+        self._expiring = {when: jobs for when, jobs in left.items() if jobs}
+        self._expiries = sorted(self._expiring)
+        self._num_expiring = sum(map(len, self._expiring.values()))
 
 
 def _overlap(a: int | None, b: int | None) -> bool:
