@@ -40,6 +40,7 @@ __all__ = [
     "Running",
     "Settings",
     "Traits",
+    "age_bins",
     "running_kind",
     "stop_code",
 ]
@@ -54,6 +55,13 @@ AGE_EDGES = np.array(
 NUM_AGES = len(AGE_EDGES) - 1
 AGE_WIDTHS = np.diff(AGE_EDGES)
 AGE_MIDS = np.sqrt((AGE_EDGES[:-1] + 0.5) * (AGE_EDGES[1:] + 0.5))
+_BIN_OF_SECOND = np.minimum(AGE_EDGES.searchsorted(np.arange(3601), side="right") - 1, NUM_AGES - 1)
+
+
+def age_bins(ages: Floats) -> Ints:
+    """The bin of each age, the last one of what is older. Edges are whole seconds, so a table tells."""
+    return _BIN_OF_SECOND.take(ages.astype(np.intp), mode="clip")
+
 
 # engines' words for why a response ended; 0 is for those nobody told, 3 for any other
 STOPS = {"": 0, "tool_use": 1, "tool_calls": 1, "end_turn": 2, "stop": 2, "stop_sequence": 2}
@@ -185,6 +193,7 @@ class ReturnModel:
         doubts = np.full((2, NUM_TABLES, 1, 1), settings.doubt)
         doubts[0, 0], doubts[1] = settings.doubt_of_all, settings.doubt_of_prior
         self._doubts: Floats = doubts
+        self._of_row: Floats = np.ones((64, NUM_AGES))  # each row's product of factors
 
     def row(self, traits: Traits) -> int:
         """The number of their combination of buckets."""
@@ -195,6 +204,7 @@ class ReturnModel:
             if row == len(self._buckets):
                 self._grow()
             self._is_prior[row], self._buckets[row] = key[0], key[1:]
+            self._of_row[row] = self._product(row)
         return row
 
     def has_prior(self, traits: Traits) -> bool:
@@ -209,6 +219,9 @@ class ReturnModel:
 
     def factors(self, rows: Ints | int) -> Floats:
         """What to multiply them by, for each of these rows (or one), as of the last `refit`."""
+        return self._of_row.take(rows, 0)
+
+    def _product(self, rows: slice | int) -> Floats:
         kind, buckets = self._is_prior[rows], self._buckets[rows]
         factors: Floats = self._factors[kind, 0, buckets[..., 0]]
         for table in range(1, NUM_TABLES):
@@ -230,6 +243,7 @@ class ReturnModel:
             rows = np.flatnonzero(self._is_prior[known] == kind)
             if len(rows):
                 self._fit_tables(kind, rows)
+        self._of_row[known] = self._product(known)
 
     def _fit_tables(self, kind: int, rows: Ints) -> None:
         events, risk, buckets = self._events[rows], self._risk[rows], self._buckets[rows]
@@ -243,7 +257,7 @@ class ReturnModel:
             expected = without * factors[of_row]
 
     def _grow(self) -> None:
-        for name in ("_buckets", "_is_prior", "_events", "_risk"):
+        for name in ("_buckets", "_is_prior", "_events", "_risk", "_of_row"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
 

@@ -62,6 +62,7 @@ from dpurt.core.return_model import (
     ReturnModel,
     Running,
     Traits,
+    age_bins,
     running_kind,
     stop_code,
 )
@@ -488,7 +489,7 @@ class Returns:
     def _shed(self, now: float) -> None:
         """Make room: weed, and if that frees no slot drop the idle streams least likely to return."""
         idle = np.flatnonzero(self._slots.state == IDLE)
-        worst = idle[np.argsort(self._chances(idle, now), kind="stable")][: max(1, len(idle) // 8)]
+        worst = idle[np.argsort(self._idle_chances(idle, now), kind="stable")][: max(1, len(idle) // 8)]
         for slot in worst.tolist():
             self._end(self._streams[slot])
         self._weed()
@@ -526,8 +527,10 @@ class Returns:
         if self._pairs.used - self._live_pairs > self._pairs.used // 2 + 1024:
             self._weed()
         num_rows = len(self._rows)
-        live = np.flatnonzero(self._slots.state != DEAD)
-        self._slots.chance[live] = self._chances(live, now)
+        idle = np.flatnonzero(self._slots.state == IDLE)
+        self._slots.chance[idle] = self._idle_chances(idle, now)
+        running = np.flatnonzero(self._slots.state == RUNNING)
+        self._slots.chance[running] = self._running_chances(running, now)
         share = self.window_s / self.POPULAR_S * math.exp((self._popular_from - now) / self.POPULAR_S)
         self._grow_worth()
         self._worth[:num_rows] = self._pairs.totals(self._slots.chance, num_rows)
@@ -552,17 +555,16 @@ class Returns:
         worths *= self._rows.exists[rows]
         return worths
 
-    def _chances(self, live: Ints, now: float) -> Floats:
-        """Of a return within the windows, for these slots of running and idle streams."""
-        slots = self._slots
-        ages = np.maximum(0.0, now - slots.since[live])
-        is_idle = slots.state[live] == IDLE
-        chances = np.empty(len(live))
-        idle, age = live[is_idle], ages[is_idle]
-        now_and_then = self._risk(idle, age + self._spans)
-        chances[is_idle] = (self._weights * np.expm1(now_and_then[0] - now_and_then[1:])).sum(0)
-        chances[~is_idle] = self._running_model.probability(slots.kind[live[~is_idle]], ages[~is_idle])
-        return chances
+    def _idle_chances(self, idle: Ints, now: float) -> Floats:
+        """Of a return within the windows, for these slots."""
+        ages = np.maximum(0.0, now - self._slots.since.take(idle))
+        risk = self._risk(idle, ages + self._spans)
+        return np.asarray((self._weights * np.expm1(risk[0] - risk[1:])).sum(0))
+
+    def _running_chances(self, running: Ints, now: float) -> Floats:
+        """The same for streams whose request is under way."""
+        ages = np.maximum(0.0, now - self._slots.since.take(running))
+        return self._running_model.probability(self._slots.kind.take(running), ages)
 
     def _chance(self, slot: int, now: float) -> float:
         """The same for one."""
@@ -581,8 +583,8 @@ class Returns:
 
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
         """Cumulative hazards, linear between the edges."""
-        age_bin = np.minimum(AGE_EDGES.searchsorted(ages, side="right") - 1, NUM_AGES - 1)
-        into = np.minimum(ages - AGE_EDGES[age_bin], AGE_WIDTHS[age_bin])
+        age_bin = age_bins(ages)
+        into = np.minimum(ages - AGE_EDGES.take(age_bin), AGE_WIDTHS.take(age_bin))
         at = slots * NUM_AGES + age_bin  # in the flat tables: half the time of two indices
         return np.asarray(self._slots.risk.take(at) + into * self._slots.hazards.take(at))
 
@@ -590,11 +592,15 @@ class Returns:
         """These idle streams did not return since the last time; those that never will are ended."""
         slots = self._slots
         ages = np.minimum(now - slots.since[idle], AGE_EDGES[-1])
-        starts = np.maximum(AGE_EDGES[:-1], slots.booked[idle, None])
-        seconds = np.minimum(AGE_EDGES[1:], ages[:, None]) - starts
-        which, age_bins = np.nonzero(seconds > 0)
-        risks = slots.prior[idle[which], age_bins] * seconds[which, age_bins]
-        self._model.expose(slots.row[idle[which]], age_bins, risks)
+        first = age_bins(slots.booked[idle])
+        num_bins = np.maximum(age_bins(ages) + 1 - first, 0)
+        which = np.repeat(np.arange(len(idle)), num_bins)
+        bins = np.arange(len(which)) - np.repeat(num_bins.cumsum() - num_bins - first, num_bins)
+        starts = np.maximum(AGE_EDGES[bins], slots.booked[idle[which]])
+        seconds = np.minimum(AGE_EDGES[bins + 1], ages[which]) - starts
+        some = np.flatnonzero(seconds > 0)
+        at, bins = idle[which[some]], bins[some]
+        self._model.expose(slots.row[at], bins, slots.prior[at, bins] * seconds[some])
         slots.booked[idle] = np.maximum(ages, slots.booked[idle])
         for slot in idle[ages >= AGE_EDGES[-1]].tolist():
             self._end(self._streams[slot])
