@@ -104,15 +104,22 @@ class _Stream:
 
 
 class _Rows:
-    """Dense numbers for blocks, and what is known of each."""
+    """Dense numbers for blocks, and what is known of each. `nobody` is the slot of a stream that never lives."""
 
-    def __init__(self) -> None:
+    ARRAYS = ("block", "is_resident", "ahead", "popular", "exists", "worth", "slot", "weight")
+
+    def __init__(self, nobody: int) -> None:
         self.of: dict[int, int] = {}
+        self.nobody = nobody
         self.block: Ints = np.zeros(1024, np.int64)
-        self.resident = np.zeros(1024, np.int32)
-        self.ahead: Floats = np.zeros(1024)  # requests under way that have not read it
+        self.resident: list[int] = []  # in how many pools
+        self.is_resident = np.zeros(1024, np.bool_)
+        self.ahead = np.zeros(1024, np.int32)  # requests under way that have not read it
         self.popular: Floats = np.zeros(1024)
         self.exists: Floats = np.zeros(1024)  # 1: on some tier of ours. As a float, as it is multiplied with
+        self.worth: Floats = np.zeros(1024)  # see `Returns._worths`
+        self.slot: Ints = np.full(1024, nobody)  # of its first pair, see `_Pairs`
+        self.weight: Floats = np.zeros(1024)  # of that pair
         self.latest: list[_Stream | None] = []  # the stream that held it last
         self._free: list[int] = []
 
@@ -128,7 +135,7 @@ class _Rows:
     def forget(self, row: int) -> None:
         """The row may be another block's from now on."""
         del self.of[int(self.block[row])]
-        self.resident[row] = self.ahead[row] = 0
+        self.ahead[row] = 0
         self.popular[row] = 0.0
         self.latest[row] = None
         self._free.append(row)
@@ -139,45 +146,77 @@ class _Rows:
     def _grown(self) -> int:
         row = len(self.latest)
         self.latest.append(None)
+        self.resident.append(0)
         if row == len(self.block):
-            for name in ("block", "resident", "ahead", "popular", "exists"):
+            for name in self.ARRAYS:
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+            self.slot[row:] = self.nobody
         return row
 
 
 class _Pairs:
-    """Which blocks are part of which streams, with which weight. Three flat arrays and how much of them is used."""
+    """Which blocks are part of which streams, with which weight. The pairs of a row are in the order in which they came: the
+    first is kept with the row, as most have no other, those after it in flat arrays of which `num_more` are used."""
 
-    def __init__(self) -> None:
-        self.used = 0
-        self.row: Ints = np.zeros(4096, np.int64)
-        self.slot: Ints = np.zeros(4096, np.int64)
-        self.weight: Floats = np.zeros(4096)
+    def __init__(self, rows: _Rows, slots: _Slots) -> None:
+        self._rows = rows
+        self._slots = slots
+        self.num_more = 0
+        self._weed_at = 4096  # so many more
+        self._row: Ints = np.zeros(4096, np.int64)
+        self._slot: Ints = np.zeros(4096, np.int64)
+        self._weight: Floats = np.zeros(4096)
 
     def add(self, rows: Ints, slot: int, weights: Floats) -> None:
-        end = self.used + len(rows)
-        while end > len(self.row):
-            for name in ("row", "slot", "weight"):
+        """A stream's blocks."""
+        is_first = self._rows.slot.take(rows) == self._rows.nobody
+        if len(set(rows.tolist())) < len(rows):  # a block is twice in the chain
+            is_first &= np.isin(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
+        self._rows.slot[rows[is_first]] = slot
+        self._rows.weight[rows[is_first]] = weights[is_first]
+        if not is_first.all():
+            self._add_more(rows[~is_first], slot, weights[~is_first])
+
+    def _add_more(self, rows: Ints, slot: int, weights: Floats) -> None:
+        end = self.num_more + len(rows)
+        while end > len(self._row):
+            for name in ("_row", "_slot", "_weight"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
-        self.row[self.used : end] = rows
-        self.slot[self.used : end] = slot
-        self.weight[self.used : end] = weights
-        self.used = end
+        self._row[self.num_more : end] = rows
+        self._slot[self.num_more : end] = slot
+        self._weight[self.num_more : end] = weights
+        self.num_more = end
 
-    def keep(self, is_kept: NDArray[np.bool_]) -> None:
-        """Weed out the others."""
+    def weed(self) -> None:
+        """Forget those of streams that have ended. A row without a first pair gets its next."""
+        state, rows = self._slots.state, self._rows
+        rows.slot[state.take(rows.slot) == DEAD] = rows.nobody
+        self._keep(state.take(self._slot[: self.num_more]) != DEAD)
+        row, more = self._row[: self.num_more], np.arange(self.num_more)
+        at = more[rows.slot.take(row) == rows.nobody]
+        vacant, first = np.unique(row[at], return_index=True)
+        rows.slot[vacant], rows.weight[vacant] = self._slot[at[first]], self._weight[at[first]]
+        self._keep(~np.isin(more, at[first]))
+        self._weed_at = 2 * self.num_more + 4096
+
+    def _keep(self, is_kept: NDArray[np.bool_]) -> None:
         kept = np.flatnonzero(is_kept)
-        for array in (self.row, self.slot, self.weight):
+        for array in (self._row, self._slot, self._weight):
             array[: len(kept)] = array[kept]
-        self.used = len(kept)
+        self.num_more = len(kept)
 
-    def totals(self, of_slot: Floats, num_rows: int) -> Floats:
-        """By row, the weighted sum over its streams."""
-        used = slice(0, self.used)
-        weights = of_slot[self.slot[used]] * self.weight[used]
-        return np.asarray(np.bincount(self.row[used], weights, minlength=num_rows), float)
+    def add_up(self) -> None:
+        """Rows' worths: the weighted sums over their streams' chances."""
+        if self.num_more > self._weed_at:
+            self.weed()
+        chance, used = self._slots.chance, slice(0, len(self._rows))
+        worth = self._rows.worth[used]
+        chance.take(self._rows.slot[used], out=worth, mode="clip")
+        worth *= self._rows.weight[used]
+        more = slice(0, self.num_more)
+        np.add.at(worth, self._row[more], chance.take(self._slot[more]) * self._weight[more])
 
 
 class _Slots:
@@ -231,20 +270,21 @@ class Returns:
         self._spans: Floats = np.array([[0.0], *([seconds] for seconds, _ in self._windows)])
         self._weights: Floats = np.array([[-weight] for _, weight in self._windows])
         self._running_model = Running(self._windows)
-        self._rows = _Rows()
-        self._pairs = _Pairs()
+        self._slots = _Slots(max_streams + 1)  # the last is nobody's
+        self._rows = _Rows(max_streams)
+        self._pairs = _Pairs(self._rows, self._slots)
         self._live_pairs = 0
-        self._slots = _Slots(max_streams)
+        self._ended_pairs = 0  # since the last weeding
         self._free_slots = list(range(max_streams - 1, -1, -1))
         self._streams: dict[int, _Stream] = {}  # by slot
         self._of_sequence: dict[int, _Stream] = {}
         self._tails = [8.0, 4.0]  # last blocks of continued chains, and those seen again
-        self._worth: Floats = np.zeros(0)
         self._worth_at = -math.inf
         self._refit_at = -math.inf
         self._asked_at = -math.inf
         self._look_at: float | None = None
         self._reach = self.MIN_REACH
+        self._cut = 0.8
         self._landed = 0
         self._asked_for: set[int] = set()  # at the last look
         self._popular_from = 0.0
@@ -252,17 +292,21 @@ class Returns:
     # --- the outlook
 
     def came(self, block: int) -> int:
-        row = self._rows.get(block)
-        self._rows.resident[row] += 1
+        rows = self._rows
+        row = rows.get(block)
+        rows.resident[row] += 1
+        rows.is_resident[row] = True
         return row
 
     def left(self, handle: int) -> None:
-        self._rows.resident[handle] -= 1
+        rows = self._rows
+        rows.resident[handle] -= 1
+        if not rows.resident[handle]:
+            rows.is_resident[handle] = False
 
     def worth(self, handles: Ints, now: float) -> Floats:
         self._refresh(now)
         self._asked_at = now
-        self._grow_worth()
         return self._worths(handles)
 
     # --- the predictor
@@ -401,8 +445,7 @@ class Returns:
     def _expect(self, stream: _Stream, chance: float) -> None:
         """Its blocks' worths follow at once; all that age changes follows with the next refresh."""
         slots, slot = self._slots, stream.slot
-        self._grow_worth()
-        self._worth[np.array(stream.rows, int)] += chance - slots.chance[slot]
+        self._rows.worth[np.array(stream.rows, int)] += chance - slots.chance[slot]
         slots.chance[slot] = chance
 
     def _append(self, stream: _Stream, rows: list[int], tail: float = 1.0) -> None:
@@ -421,8 +464,7 @@ class Returns:
         weights[-1] *= tail
         self._pairs.add(at, stream.slot, weights)
         self._live_pairs += len(rows)
-        self._grow_worth()
-        self._worth[at] += self._slots.chance[stream.slot]
+        self._rows.worth[at] += self._slots.chance[stream.slot]
 
     def _pass(self, stream: _Stream, cursor: int) -> None:
         """The request under way has read its blocks before the cursor, or will not."""
@@ -482,6 +524,7 @@ class Returns:
         self._expect(stream, 0.0)
         self._slots.state[stream.slot] = DEAD
         self._live_pairs -= len(stream.rows)
+        self._ended_pairs += len(stream.rows)
         del self._streams[stream.slot]
         if self._of_sequence.get(stream.sequence) is stream:
             del self._of_sequence[stream.sequence]
@@ -500,13 +543,11 @@ class Returns:
 
     def _weed(self) -> None:
         """Forget pairs of dead streams, free their slots, and the rows of blocks nobody speaks of."""
-        pairs, slots, rows = self._pairs, self._slots, self._rows
-        pairs.keep(slots.state[pairs.slot[: pairs.used]] != DEAD)
-        free = np.flatnonzero(slots.state == DEAD)
-        self._free_slots = free[::-1].tolist()
-        is_used = np.zeros(len(rows), np.bool_)
-        is_used[pairs.row[: pairs.used]] = True
-        is_used |= (rows.resident[: len(rows)] > 0) | (rows.ahead[: len(rows)] > 0)
+        rows = self._rows
+        self._pairs.weed()
+        self._ended_pairs = 0
+        self._free_slots = np.flatnonzero(self._slots.state[:-1] == DEAD)[::-1].tolist()
+        is_used = (rows.slot != rows.nobody) | rows.is_resident | (rows.ahead > 0)
         for row in [row for row in rows.of.values() if not is_used[row]]:
             rows.forget(row)
         self._worth_at = -math.inf
@@ -524,17 +565,16 @@ class Returns:
             return
         if now - self._refit_at >= self.REFIT_S:
             self._refit(now)
-        if self._pairs.used - self._live_pairs > self._pairs.used // 2 + 1024:
+        if self._ended_pairs > (self._live_pairs + self._ended_pairs) // 2 + 1024:
             self._weed()
-        num_rows = len(self._rows)
         idle = np.flatnonzero(self._slots.state == IDLE)
         self._slots.chance[idle] = self._idle_chances(idle, now)
         running = np.flatnonzero(self._slots.state == RUNNING)
         self._slots.chance[running] = self._running_chances(running, now)
         share = self.window_s / self.POPULAR_S * math.exp((self._popular_from - now) / self.POPULAR_S)
-        self._grow_worth()
-        self._worth[:num_rows] = self._pairs.totals(self._slots.chance, num_rows)
-        self._worth[:num_rows] += share * self._rows.popular[:num_rows]
+        self._pairs.add_up()
+        used = slice(0, len(self._rows))
+        self._rows.worth[used] += share * self._rows.popular[used]
         self._worth_at = now
 
     def _refit(self, now: float) -> None:
@@ -543,16 +583,12 @@ class Returns:
         self._model.refit()
         self._apply_model(np.flatnonzero(self._slots.state == IDLE))
 
-    def _grow_worth(self) -> None:
-        missing = len(self._rows.block) - len(self._worth)
-        if missing:
-            self._worth = np.concatenate([self._worth, np.zeros(missing)])
-
-    def _worths(self, rows: Ints | slice) -> Floats:
+    def _worths(self, rows: Ints) -> Floats:
         """As of the last refresh, but for streams that came or ended and blocks that were read since."""
-        worths = np.maximum(self._worth[rows], 0.0)
-        worths += self._rows.ahead[rows]
-        worths *= self._rows.exists[rows]
+        known = self._rows
+        worths = np.maximum(known.worth.take(rows), 0.0)
+        worths += known.ahead.take(rows)
+        worths *= known.exists.take(rows)
         return worths
 
     def _idle_chances(self, idle: Ints, now: float) -> Floats:
@@ -609,22 +645,34 @@ class Returns:
 
     def _wanted(self, is_full: bool) -> Ints:
         """Rows worth fetching, the best first, the older row of equals: in a full staging each worth more, by a margin, than
-        the resident one it would push out."""
-        self._grow_worth()
-        worth = self._worths(slice(0, len(self._rows)))
-        resident = np.flatnonzero(self._rows.resident[: len(worth)] > 0)
-        kept, worth[resident] = worth[resident], 0.0
+        the resident one it would push out. Looked for are first those worth more than `_cut`, then all."""
+        kept = self._worths(np.flatnonzero(self._rows.is_resident))
         bar = self.FLOOR * self.window_s
         if is_full and len(kept) >= self._reach:  # what pays for no room at all is not worth sorting
             bar = max(bar, self.MARGIN * float(kept.min()))
-        above = np.flatnonzero(worth > bar)
-        best = above[least(-worth[above], self._reach)]
-        if not is_full:
-            return best
+        for cut in (max(bar, self._cut), bar):
+            best, worths = self._best(cut)
+            num_wanted = self._num_paying(worths, kept) if is_full else len(best)
+            if num_wanted < len(best) or len(best) == self._reach:
+                break
+        self._cut = 0.8 * float(worths[: num_wanted + 1].min(initial=math.inf))
+        return best[:num_wanted]
+
+    def _best(self, bar: float) -> tuple[Ints, Floats]:
+        """The `_reach` absent rows worth most of those worth more than the bar, and what they are worth."""
+        known = self._rows
+        may_be = ((known.worth > bar) | (known.ahead > 0)) & ~known.is_resident
+        rows = np.flatnonzero(may_be)
+        worths = self._worths(rows)
+        above = np.flatnonzero(worths > bar)
+        best = above[least(-worths[above], self._reach)]
+        return rows[best], worths[best]
+
+    def _num_paying(self, best: Floats, kept: Floats) -> int:
+        """How many of the best are each worth more, by a margin, than the one of the kept that would leave for it."""
         num_compared = min(len(best), len(kept))
-        pays = worth[best[:num_compared]] > self.MARGIN * kept[least(kept, num_compared)]
-        num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
-        return best[:num_worth_it]
+        pays = best[:num_compared] > self.MARGIN * kept[least(kept, num_compared)]
+        return len(best) if pays.all() else int(np.argmin(pays))
 
     def _lasting(self, worth: float) -> float:
         """Probability of a use as long as a fetched block stays."""

@@ -275,7 +275,7 @@ class TestStreams:
             turn(returns, i, [], (2 * i, 2 * i + 1), float(i))
             returns.predict(i + 0.5)
         assert len(returns._streams) <= 64
-        assert returns._pairs.used < 4096
+        assert returns._pairs.num_more < 4096
         assert len(returns._rows.of) < 4096
 
     def test_requests_that_never_end_make_room_for_others(self):
