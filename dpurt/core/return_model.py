@@ -308,8 +308,8 @@ class Running:
 
     def probability(self, kinds: Ints, ages: Floats) -> Floats:
         """For requests under way since `ages` seconds."""
-        at = np.clip(np.searchsorted(self.EDGES, ages, side="right") - 1, 0, len(self.EDGES) - 2)
-        return np.asarray(self._close_s[kinds, at] / self._exposed_s[kinds, at])
+        at = kinds * (len(self.EDGES) - 1) + self.EDGES.searchsorted(ages, side="right") - 1
+        return np.asarray(self._close_s.take(at) / self._exposed_s.take(at))
 
 
 def _overlap(edges: Floats, start: float, end: float) -> Floats:

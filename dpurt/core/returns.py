@@ -116,7 +116,7 @@ class _Rows:
         self.is_resident = np.zeros(1024, np.bool_)
         self.ahead = np.zeros(1024, np.int32)  # requests under way that have not read it
         self.popular: Floats = np.zeros(1024)
-        self.exists: Floats = np.zeros(1024)  # 1: on some tier of ours. As a float, as it is multiplied with
+        self.exists = np.zeros(1024, np.bool_)  # on some tier of ours
         self.worth: Floats = np.zeros(1024)  # see `Returns._worths`
         self.slot: Ints = np.full(1024, nobody)  # of its first pair, see `_Pairs`
         self.weight: Floats = np.zeros(1024)  # of that pair
@@ -129,7 +129,7 @@ class _Rows:
         if row is None:
             row = self.of[block] = self._free.pop() if self._free else self._grown()
             self.block[row] = block
-            self.exists[row] = 1.0
+            self.exists[row] = True
         return row
 
     def forget(self, row: int) -> None:
@@ -173,9 +173,9 @@ class _Pairs:
         is_first = self._rows.slot.take(rows) == self._rows.nobody
         if len(set(rows.tolist())) < len(rows):  # a block is twice in the chain
             is_first &= np.isin(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
-        self._rows.slot[rows[is_first]] = slot
-        self._rows.weight[rows[is_first]] = weights[is_first]
-        if not is_first.all():
+        first = rows[is_first]
+        self._rows.slot[first], self._rows.weight[first] = slot, weights[is_first]
+        if len(first) < len(rows):
             self._add_more(rows[~is_first], slot, weights[~is_first])
 
     def _add_more(self, rows: Ints, slot: int, weights: Floats) -> None:
@@ -284,7 +284,7 @@ class Returns:
         self._asked_at = -math.inf
         self._look_at: float | None = None
         self._reach = self.MIN_REACH
-        self._cut = 0.8
+        self._level = 0.0  # what the first block was worth that the last look left out
         self._landed = 0
         self._asked_for: set[int] = set()  # at the last look
         self._popular_from = 0.0
@@ -456,7 +456,7 @@ class Returns:
         for row in rows:
             latest[row] = stream
         at = np.array(rows)
-        self._rows.exists[at] = 1.0
+        self._rows.exists[at] = True
         first = len(stream.rows)
         stream.rows += rows
         end = len(stream.rows)
@@ -556,7 +556,7 @@ class Returns:
         """No tier has it: nothing to fetch, until it is stored again."""
         row = self._rows.of.get(block)
         if row is not None:
-            self._rows.exists[row] = 0.0
+            self._rows.exists[row] = False
 
     # --- worths
 
@@ -620,7 +620,7 @@ class Returns:
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
         """Cumulative hazards, linear between the edges."""
         age_bin = age_bins(ages)
-        into = np.minimum(ages - AGE_EDGES.take(age_bin), AGE_WIDTHS.take(age_bin))
+        into = np.minimum(ages, AGE_EDGES[-1]) - AGE_EDGES.take(age_bin)
         at = slots * NUM_AGES + age_bin  # in the flat tables: half the time of two indices
         return np.asarray(self._slots.risk.take(at) + into * self._slots.hazards.take(at))
 
@@ -645,34 +645,37 @@ class Returns:
 
     def _wanted(self, is_full: bool) -> Ints:
         """Rows worth fetching, the best first, the older row of equals: in a full staging each worth more, by a margin, than
-        the resident one it would push out. Looked for are first those worth more than `_cut`, then all."""
-        kept = self._worths(np.flatnonzero(self._rows.is_resident))
+        the resident one it would push out. Looked at first is what lies about the level at which the last look ended: that
+        mostly tells."""
         bar = self.FLOOR * self.window_s
-        if is_full and len(kept) >= self._reach:  # what pays for no room at all is not worth sorting
-            bar = max(bar, self.MARGIN * float(kept.min()))
-        for cut in (max(bar, self._cut), bar):
-            best, worths = self._best(cut)
-            num_wanted = self._num_paying(worths, kept) if is_full else len(best)
-            if num_wanted < len(best) or len(best) == self._reach:
+        for above, below in ((max(bar, 0.8 * self._level), 1.25 * self._level), (bar, math.inf)):
+            best, worths = self._best(above)
+            prices = self._prices(below) if is_full else np.zeros(len(best))
+            num_compared = min(len(best), len(prices))
+            pays = worths[:num_compared] > prices[:num_compared]
+            if not pays.all() or num_compared == self._reach:
                 break
-        self._cut = 0.8 * float(worths[: num_wanted + 1].min(initial=math.inf))
+        num_wanted = len(best) if pays.all() else int(np.argmin(pays))
+        self._level = float(worths[: num_wanted + 1].min(initial=math.inf))
         return best[:num_wanted]
 
     def _best(self, bar: float) -> tuple[Ints, Floats]:
         """The `_reach` absent rows worth most of those worth more than the bar, and what they are worth."""
-        known = self._rows
-        may_be = ((known.worth > bar) | (known.ahead > 0)) & ~known.is_resident
-        rows = np.flatnonzero(may_be)
+        known, used = self._rows, slice(0, len(self._rows))
+        may_be = (known.worth[used] > bar) | (known.ahead[used] > 0)
+        rows = np.flatnonzero(may_be & ~known.is_resident[used])
         worths = self._worths(rows)
         above = np.flatnonzero(worths > bar)
         best = above[least(-worths[above], self._reach)]
         return rows[best], worths[best]
 
-    def _num_paying(self, best: Floats, kept: Floats) -> int:
-        """How many of the best are each worth more, by a margin, than the one of the kept that would leave for it."""
-        num_compared = min(len(best), len(kept))
-        pays = best[:num_compared] > self.MARGIN * kept[least(kept, num_compared)]
-        return len(best) if pays.all() else int(np.argmin(pays))
+    def _prices(self, below: float) -> Floats:
+        """What must be exceeded to push out each of the resident ones, the least first: those prices below that."""
+        known, used = self._rows, slice(0, len(self._rows))
+        may_be = (known.worth[used] < below) | ~known.exists[used]
+        rows = np.flatnonzero(may_be & known.is_resident[used])
+        prices = np.sort(self.MARGIN * self._worths(rows))
+        return prices[: prices.searchsorted(below)]
 
     def _lasting(self, worth: float) -> float:
         """Probability of a use as long as a fetched block stays."""
