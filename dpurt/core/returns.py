@@ -674,8 +674,8 @@ class Returns:
         known, used = self._rows, slice(0, len(self._rows))
         may_be = (known.worth[used] < below) | ~known.exists[used]
         rows = np.flatnonzero(may_be & known.is_resident[used])
-        prices = np.sort(self.MARGIN * self._worths(rows))
-        return prices[: prices.searchsorted(below)]
+        prices = self.MARGIN * self._worths(rows)
+        return np.sort(prices[prices < below])
 
     def _lasting(self, worth: float) -> float:
         """Probability of a use as long as a fetched block stays."""
