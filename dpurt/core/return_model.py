@@ -232,6 +232,10 @@ class ReturnModel:
         """Conversations of these rows were at risk in these age bins: seconds times their prior hazards."""
         np.add.at(self._risk, (rows, ages), risks)
 
+    def expose_one(self, row: int, age: int, risk: float) -> None:
+        """The same of one."""
+        self._risk[row, age] += risk
+
     def returned(self, row: int, age: int) -> None:
         """A conversation came back in this age bin."""
         self._events[row, age] += 1
@@ -248,11 +252,12 @@ class ReturnModel:
     def _fit_tables(self, kind: int, rows: Ints) -> None:
         events, risk, buckets = self._events[rows], self._risk[rows], self._buckets[rows]
         expected = risk * self._factors[kind, np.arange(NUM_TABLES), buckets].prod(1)
+        seen = [_by_bucket(of_row, events) for of_row in buckets.T]
         for table in [*range(NUM_TABLES)] * self.SWEEPS:
             factors, of_row = self._factors[kind, table], buckets[:, table]
             without = expected / factors[of_row]
             doubt = self._doubts[kind, table]
-            factors[:] = (_by_bucket(of_row, events) + doubt) / (_by_bucket(of_row, without) + doubt)
+            factors[:] = (seen[table] + doubt) / (_by_bucket(of_row, without) + doubt)
             np.clip(factors, self.FLOOR, self.CEILING, out=factors)
             expected = without * factors[of_row]
 

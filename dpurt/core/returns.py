@@ -77,6 +77,11 @@ RUNNING, IDLE, DEAD = 1, 2, 0
 _EDGES: list[float] = AGE_EDGES.tolist()
 
 
+def _age_bin(age: float) -> int:
+    """As `age_bins` has it."""
+    return min(bisect_right(_EDGES, age) - 1, NUM_AGES - 1)
+
+
 @dataclass(slots=True)
 class _Stream:
     """One conversation, while it lives. `rows` are its blocks' in prefix order; `gaps` those before its turns."""
@@ -314,6 +319,10 @@ class Returns:
     def observe(self, event: Event, now: float) -> None:
         if isinstance(event, Staged):  # the most frequent first
             self._landed += event.block in self._asked_for
+        elif isinstance(event, Consumed):
+            stream = self._of_sequence.get(event.sequence)
+            if stream is not None:
+                self._pass(stream, event.first + event.count)
         elif isinstance(event, Arrived):
             self._arrived(event.sequence, event.owner, event.blocks, now)
         elif isinstance(event, Dropped):
@@ -326,8 +335,6 @@ class Returns:
     def _observe_of(self, stream: _Stream, event: Event, now: float) -> None:
         """Something about the request under way that is this stream."""
         match event:
-            case Consumed(_, first, count):
-                self._pass(stream, first + count)
             case Stored(_, blocks):
                 rows = [self._rows.get(block) for block in blocks]
                 self._append(stream, rows, self._tails[1] / self._tails[0])
@@ -430,10 +437,15 @@ class Returns:
     def _book_return(self, parent: _Stream, gap: float, now: float) -> None:
         if not parent.teaches:
             return
-        self._book_exposure(np.array([parent.slot]), now)
-        if gap < AGE_EDGES[-1]:
-            age = int(np.searchsorted(AGE_EDGES, gap, side="right")) - 1
-            self._model.returned(int(self._slots.row[parent.slot]), age)
+        slots, slot = self._slots, parent.slot
+        row, booked = int(slots.row[slot]), float(slots.booked[slot])
+        age = min(now - float(slots.since[slot]), _EDGES[-1])
+        for age_bin in range(_age_bin(booked), _age_bin(age) + 1):
+            seconds = min(_EDGES[age_bin + 1], age) - max(_EDGES[age_bin], booked)
+            if seconds > 0:
+                self._model.expose_one(row, age_bin, slots.prior[slot, age_bin] * seconds)
+        if gap < _EDGES[-1]:
+            self._model.returned(row, _age_bin(gap))
 
     def _branch(self, rows: Sequence[int], now: float) -> None:
         """A new conversation began with these blocks: others may."""
@@ -473,7 +485,9 @@ class Returns:
             self._rows.ahead[stream.rows[stream.cursor]] -= 1
         elif end > stream.cursor:
             self._rows.ahead[stream.rows[stream.cursor : end]] -= 1
-        stream.cursor = max(stream.cursor, end)
+        else:
+            return
+        stream.cursor = end
 
     def _finished(self, stream: _Stream, reason: str, now: float) -> None:
         self._pass(stream, len(stream.rows))
@@ -613,7 +627,7 @@ class Returns:
         return float(soon + later)
 
     def _risk_of(self, slot: int, age: float) -> float:
-        age_bin = min(bisect_right(_EDGES, age) - 1, NUM_AGES - 1)
+        age_bin = _age_bin(age)
         into = min(age, _EDGES[age_bin + 1]) - _EDGES[age_bin]
         return float(self._slots.risk[slot, age_bin] + into * self._slots.hazards[slot, age_bin])
 
