@@ -252,12 +252,12 @@ class ReturnModel:
     def _fit_tables(self, kind: int, rows: Ints) -> None:
         events, risk, buckets = self._events[rows], self._risk[rows], self._buckets[rows]
         expected = risk * self._factors[kind, np.arange(NUM_TABLES), buckets].prod(1)
-        seen = [_by_bucket(of_row, events) for of_row in buckets.T]
+        tables = [(of_row, _in_table(of_row), self._doubts[kind, i]) for i, of_row in enumerate(buckets.T)]
+        seen = [_by_bucket(at, events) + doubt for _, at, doubt in tables]
         for table in [*range(NUM_TABLES)] * self.SWEEPS:
-            factors, of_row = self._factors[kind, table], buckets[:, table]
+            factors, (of_row, at, doubt) = self._factors[kind, table], tables[table]
             without = expected / factors[of_row]
-            doubt = self._doubts[kind, table]
-            factors[:] = (seen[table] + doubt) / (_by_bucket(of_row, without) + doubt)
+            factors[:] = seen[table] / (_by_bucket(at, without) + doubt)
             np.clip(factors, self.FLOOR, self.CEILING, out=factors)
             expected = without * factors[of_row]
 
@@ -267,9 +267,13 @@ class ReturnModel:
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
 
 
-def _by_bucket(of_row: Ints, values: Floats) -> Floats:
+def _in_table(of_row: Ints) -> Ints:
+    """Where the ages of rows lie in a flat table of these buckets."""
+    return np.asarray((of_row[:, None] * NUM_AGES + np.arange(NUM_AGES)).ravel())
+
+
+def _by_bucket(at: Ints, values: Floats) -> Floats:
     """Sums of rows by bucket, for each age."""
-    at = (of_row[:, None] * NUM_AGES + np.arange(NUM_AGES)).ravel()
     sums = np.bincount(at, values.ravel(), MAX_BUCKETS * NUM_AGES)
     return np.asarray(sums.reshape(MAX_BUCKETS, NUM_AGES), float)
 

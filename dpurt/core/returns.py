@@ -662,7 +662,8 @@ class Returns:
         the resident one it would push out. Looked at first is what lies about the level at which the last look ended: that
         mostly tells."""
         bar = self.FLOOR * self.window_s
-        for above, below in ((max(bar, 0.8 * self._level), 1.25 * self._level), (bar, math.inf)):
+        near = max(bar, 0.8 * self._level), 1.25 * self._level / self.MARGIN
+        for above, below in (near, (bar, math.inf)):
             best, worths = self._best(above)
             prices = self._prices(below) if is_full else np.zeros(len(best))
             num_compared = min(len(best), len(prices))
@@ -684,12 +685,11 @@ class Returns:
         return rows[best], worths[best]
 
     def _prices(self, below: float) -> Floats:
-        """What must be exceeded to push out each of the resident ones, the least first: those prices below that."""
+        """What must be exceeded to push out each of the resident ones that are worth less than that, the least first."""
         known, used = self._rows, slice(0, len(self._rows))
         may_be = (known.worth[used] < below) | ~known.exists[used]
-        rows = np.flatnonzero(may_be & known.is_resident[used])
-        prices = self.MARGIN * self._worths(rows)
-        return np.sort(prices[prices < below])
+        worths = self._worths(np.flatnonzero(may_be & known.is_resident[used]))
+        return np.sort(self.MARGIN * worths[worths < below])
 
     def _lasting(self, worth: float) -> float:
         """Probability of a use as long as a fetched block stays."""
