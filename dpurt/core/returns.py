@@ -230,9 +230,10 @@ class _Slots:
     def __init__(self, num_slots: int) -> None:
         self.state = np.zeros(num_slots, np.int8)
         self.since: Floats = np.zeros(num_slots)
-        self.risk: Floats = np.zeros((num_slots, NUM_AGES))  # cumulative hazard at the start of each age bin
-        self.hazards: Floats = np.zeros((num_slots, NUM_AGES))
-        self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
+        # by age bin first: neighbours in the slots came at about the same time
+        self.risk: Floats = np.zeros((NUM_AGES, num_slots))  # cumulative hazard at the start of each age bin
+        self.hazards: Floats = np.zeros((NUM_AGES, num_slots))
+        self.prior: Floats = np.zeros((NUM_AGES, num_slots))  # hazards known beforehand
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
         self.booked: Floats = np.zeros(num_slots)  # age up to which the model knows
         self.kind: Ints = np.zeros(num_slots, np.int64)  # while it runs
@@ -443,7 +444,7 @@ class Returns:
         for age_bin in range(_age_bin(booked), _age_bin(age) + 1):
             seconds = min(_EDGES[age_bin + 1], age) - max(_EDGES[age_bin], booked)
             if seconds > 0:
-                self._model.expose_one(row, age_bin, slots.prior[slot, age_bin] * seconds)
+                self._model.expose_one(row, age_bin, slots.prior[age_bin, slot] * seconds)
         if gap < _EDGES[-1]:
             self._model.returned(row, _age_bin(gap))
 
@@ -510,7 +511,7 @@ class Returns:
             stream.mean_gap,
         )
         slots.state[slot], slots.since[slot], slots.booked[slot] = IDLE, now, 0.0
-        slots.row[slot], slots.prior[slot] = self._model.row(traits), self._model.prior_hazards(traits)
+        slots.row[slot], slots.prior[:, slot] = self._model.row(traits), self._model.prior_hazards(traits)
         self._apply_model(slot)
         stream.ended_at = now
         self._expect(stream, self._chance(slot, now))
@@ -518,8 +519,8 @@ class Returns:
     def _apply_model(self, idle: Ints | int) -> None:
         """The hazards of these slots, as the model sees them now."""
         slots = self._slots
-        hazards = slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
-        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS)[..., :-1].cumsum(-1)
+        hazards = slots.hazards[:, idle] = slots.prior.take(idle, 1) * self._model.factors(slots.row[idle]).T
+        slots.risk[1:, idle] = (hazards.T * AGE_WIDTHS).T[:-1].cumsum(0)
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -629,13 +630,13 @@ class Returns:
     def _risk_of(self, slot: int, age: float) -> float:
         age_bin = _age_bin(age)
         into = min(age, _EDGES[age_bin + 1]) - _EDGES[age_bin]
-        return float(self._slots.risk[slot, age_bin] + into * self._slots.hazards[slot, age_bin])
+        return float(self._slots.risk[age_bin, slot] + into * self._slots.hazards[age_bin, slot])
 
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
         """Cumulative hazards, linear between the edges."""
         age_bin = age_bins(ages)
         into = np.minimum(ages, AGE_EDGES[-1]) - AGE_EDGES.take(age_bin)
-        at = slots * NUM_AGES + age_bin  # in the flat tables: half the time of two indices
+        at = age_bin * self._slots.risk.shape[1] + slots  # in the flat tables: half the time of two indices
         return np.asarray(self._slots.risk.take(at) + into * self._slots.hazards.take(at))
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
@@ -650,7 +651,7 @@ class Returns:
         seconds = np.minimum(AGE_EDGES[bins + 1], ages[which]) - starts
         some = np.flatnonzero(seconds > 0)
         at, bins = idle[which[some]], bins[some]
-        self._model.expose(slots.row[at], bins, slots.prior[at, bins] * seconds[some])
+        self._model.expose(slots.row[at], bins, slots.prior[bins, at] * seconds[some])
         slots.booked[idle] = np.maximum(ages, slots.booked[idle])
         for slot in idle[ages >= AGE_EDGES[-1]].tolist():
             self._end(self._streams[slot])

@@ -463,7 +463,7 @@ class Machine(RuleBasedStateMachine):
         assert all(returns._streams[s.slot] is s for s in returns._of_sequence.values())
         assert returns._live_pairs == sum(len(s.rows) for s in returns._streams.values())
         assert int((returns._slots.state != 0).sum()) == len(returns._streams)
-        assert np.all(np.diff(returns._slots.risk, axis=1) >= 0)
+        assert np.all(np.diff(returns._slots.risk, axis=0) >= 0)
 
 
 TestMachine = Machine.TestCase
