@@ -10,9 +10,9 @@ each request under way that has not read it yet. So a block of many conversation
 has just arrived is worth little once read, as it cannot be asked for again soon, and one in the dead time after a turn
 may leave.
 
-Worths are computed for all blocks at once, with numpy, at most every `RENEW_S`: (row of a block, slot of a stream) pairs
-are kept in two flat arrays, and worth is one weighted count over them. A row is a block's place in the arrays. Pairs of
-ended streams are weeded out when they are half of all. Within a stream heads are worth slightly more than tails, so that
+Worths are computed for all blocks at once, with numpy, at most every `RENEW_S`: there is a pair (row of a block, slot of a
+stream) for each stream a block is part of, and worth is one weighted sum over a row's pairs. A row is a block's place in
+the arrays. Pairs of ended streams are weeded out when they are half of all. Within a stream heads are worth slightly more than tails, so that
 what is missing at an arrival is at the end, where its load is soonest ahead of its use; the last block of a chain, which
 is often partial and changes, counts for as often as it was seen again.
 
@@ -25,7 +25,7 @@ A request continues the stream that last held the last block it matched, if it m
 blocks, or the better half (a conversation that was compacted); otherwise it begins a new one. A pause inside a request
 is an idle time, its resumption a return, of which nothing is learned.
 
-Memory: 64 bytes a block and 8 a pair; at most `max_streams` streams, those least likely to return are dropped first.
+Memory: 64 bytes a block and 24 for each pair beyond its first; at most `max_streams` streams, those least likely to return are dropped first.
 """
 
 from __future__ import annotations
