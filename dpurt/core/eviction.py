@@ -442,7 +442,7 @@ class Predicted(Lru):
     what was read for a request, which has used it, should not push out what others will want.
 
     `_leaving` says who is on the list, `_listed` in which order, the next victim last; those of the latter which are not
-    in the former have been struck off.
+    in the former have been struck off. `_ranked` has those that will be listed when these are used up.
     """
 
     name = "predicted"

@@ -12,9 +12,9 @@ may leave.
 
 Worths are computed for all blocks at once, with numpy, at most every `RENEW_S`: there is a pair (row of a block, slot of a
 stream) for each stream a block is part of, and worth is one weighted sum over a row's pairs. A row is a block's place in
-the arrays. Pairs of ended streams are weeded out when they are half of all. Within a stream heads are worth slightly more than tails, so that
-what is missing at an arrival is at the end, where its load is soonest ahead of its use; the last block of a chain, which
-is often partial and changes, counts for as often as it was seen again.
+the arrays. Pairs of ended streams are weeded out when they are half of all. Within a stream heads are worth slightly more
+than tails, so that what is missing at an arrival is at the end, where its load is soonest ahead of its use; the last block
+of a chain, which is often partial and changes, counts for as often as it was seen again.
 
 As an `Outlook` it answers `worth`, and is told what is resident (`came`, `left`). As a `Predictor` it looks around every
 `LOOK_S` and predicts absent blocks, as long as each is worth more than the block which would have to leave for it by
@@ -25,7 +25,8 @@ A request continues the stream that last held the last block it matched, if it m
 blocks, or the better half (a conversation that was compacted); otherwise it begins a new one. A pause inside a request
 is an idle time, its resumption a return, of which nothing is learned.
 
-Memory: 64 bytes a block and 24 for each pair beyond its first; at most `max_streams` streams, those least likely to return are dropped first.
+Memory: 64 bytes a block and 24 for each pair beyond its first; at most `max_streams` streams, those least likely to return
+are dropped first.
 """
 
 from __future__ import annotations
