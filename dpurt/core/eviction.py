@@ -252,13 +252,14 @@ class _AgeOrder:
           by the turn they were met    as appended or renewed
     """
 
-    __slots__ = ("_aside", "_held", "_order", "_turn")
+    __slots__ = ("_aside", "_held", "_order", "_turn", "unheld")
 
     def __init__(self, held: set[int]) -> None:
         self._held = held
         self._order: OrderedDict[int, None] = OrderedDict()
         self._aside = _KeyHeap(held)
         self._turn = 0
+        self.unheld = self._aside.unheld  # the others' places do not change
 
     def __len__(self) -> int:
         return len(self._order) + len(self._aside)
@@ -274,10 +275,6 @@ class _AgeOrder:
                 renew(block)
             elif self._aside.discard(block):
                 order[block] = None
-
-    def unheld(self, block: int) -> None:
-        """The hold on `block`, which need not be in here, has just ended."""
-        self._aside.unheld(block)
 
     def discard(self, block: int) -> bool:
         """Forget a block; False if it was not here."""
@@ -401,7 +398,7 @@ class _Places:
         place = self._of.pop(block)
         self._free.append(place)
         self.used[place] = 0
-        return int(self.handles[place])
+        return self.handles.item(place)
 
     def _grow(self) -> None:
         held = len(self.used)
@@ -409,6 +406,28 @@ class _Places:
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self._free = list(range(2 * held - 1, held - 1, -1))
+
+
+class _Ranked:
+    """Blocks in the order of a ranking, the worth of each, some at a time: few rankings are used up."""
+
+    SOME = 128
+
+    def __init__(self, places: _Places, at: NDArray[np.int64], worth: NDArray[np.float64]) -> None:
+        self._places = places
+        self._at = at
+        self._worth = worth
+        self._used = places.used[at]
+        self._next = 0
+
+    def next(self) -> tuple[list[int], list[float]]:
+        """Of those neither used nor gone since the ranking, the next ones and their worths, the first last. Empty: no more."""
+        here = np.zeros(0, np.int64)
+        while not len(here) and self._next < len(self._at):
+            some = np.arange(self._next, min(self._next + self.SOME, len(self._at)))[::-1]
+            here = some[self._places.used[self._at[some]] == self._used[some]]
+            self._next += self.SOME
+        return self._places.blocks[self._at[here]].tolist(), self._worth[here].tolist()
 
 
 class Predicted(Lru):
@@ -423,7 +442,7 @@ class Predicted(Lru):
     what was read for a request, which has used it, should not push out what others will want.
 
     `_leaving` says who is on the list, `_listed` in which order, the next victim last; those of the latter which are not
-    in the former have been struck off.
+    in the former have been struck off. `_ranked` has those that will be listed when these are used up.
     """
 
     name = "predicted"
@@ -438,6 +457,7 @@ class Predicted(Lru):
         self._places = _Places(capacity)
         self._leaving: dict[int, float] = {}
         self._listed: list[int] = []
+        self._ranked = _Ranked(self._places, np.zeros(0, np.int64), np.zeros(0))
         self._ranked_at = -math.inf
         self._came: set[int] = set()  # since the ranking
         self._at_rest: dict[int, None] = {}  # those of them that were let go
@@ -479,38 +499,42 @@ class Predicted(Lru):
         self._outlook.left(self._places.pop(block))
 
     def _first_to_leave(self, now: float, protect: Protect | None) -> int | None:
+        """The first on the list that may go. Those before it that may not are struck off."""
         if now - self._ranked_at >= self.REFRESH_S:
             self._rank_all(now)
         elif len(self._at_rest) >= self.BATCH:
             self._put_first(now)
-        first = self._first_listed(protect)
-        if first is None and now - self._ranked_at >= self.AGAIN_S:
-            self._rank_all(now)
-            first = self._first_listed(protect)
-        return first
-
-    def _first_listed(self, protect: Protect | None) -> int | None:
-        """The first on the list that may go. Those before it that may not are struck off."""
         leaving, listed, held = self._leaving, self._listed, self._held
-        while listed:
+        while listed or self._list_more():
             block = listed[-1]
             if block in leaving:
                 if block not in held and (protect is None or not protect(block)):
                     return block
                 del leaving[block]
             listed.pop()
-        return None
+        if now - self._ranked_at < self.AGAIN_S:
+            return None
+        self._rank_all(now)
+        return self._first_to_leave(now, protect)
+
+    def _price_listed(self) -> float:
+        """What the first on the list is worth, held or not."""
+        leaving, listed = self._leaving, self._listed
+        while listed or self._list_more():
+            if listed[-1] in leaving:
+                return leaving[listed[-1]]
+            listed.pop()
+        return 0.0
 
     def _put_first(self, now: float) -> None:
         """Newcomers at rest that are worth less than the next victim."""
-        leaving = self._leaving
-        price = next((leaving[block] for block in reversed(self._listed) if block in leaving), 0.0)
+        price = self._price_listed()
         blocks = [block for block in self._at_rest if block not in self._held]
         self._at_rest.clear()
         handles = self._places.handles[self._places.of(blocks)]
         for block, worth in zip(blocks, self._outlook.worth(handles, now).tolist(), strict=True):
             if worth < price:
-                leaving[block] = worth
+                self._leaving[block] = worth
                 self._listed.append(block)
 
     def _rank_all(self, now: float) -> None:
@@ -519,10 +543,18 @@ class Predicted(Lru):
         self._at_rest.clear()
         places = self._places
         taken = np.flatnonzero(places.used)
-        worth = self._outlook.worth(places.handles[taken], now)
-        last_first = least(worth, self._batch, places.used[taken])[::-1]
-        self._listed = places.blocks[taken[last_first]].tolist()
-        self._leaving = dict(zip(self._listed, worth[last_first].tolist(), strict=True))
+        worth, used = self._outlook.worth(places.handles[taken], now), places.used[taken]
+        first = least(worth, self._batch, used)
+        self._ranked = _Ranked(places, taken[first], worth[first])
+        self._listed.clear()
+        self._leaving.clear()
+
+    def _list_more(self) -> bool:
+        """Put the next of the ranked ones on the list, which is empty. False: there are none."""
+        blocks, worths = self._ranked.next()
+        self._listed += blocks
+        self._leaving.update(zip(blocks, worths, strict=True))
+        return bool(blocks)
 
 
 def least(values: NDArray[np.float64], count: int, ages: NDArray[np.int64] | None = None) -> NDArray[np.intp]:
@@ -530,18 +562,23 @@ def least(values: NDArray[np.float64], count: int, ages: NDArray[np.int64] | Non
     it must."""
     candidates = np.arange(len(values)) if count >= len(values) else _candidates(values, count)
     if ages is None:
-        order = np.argsort(values[candidates], kind="stable")
-    else:
-        order = np.lexsort((ages[candidates], values[candidates]))
-    return candidates[order[:count]]
+        return candidates[np.argsort(values[candidates], kind="stable")[:count]]
+    order = candidates[np.argsort(values[candidates])]
+    found = values[order]
+    is_tie = np.zeros(len(found), np.bool_)
+    is_tie[1:] = found[1:] == found[:-1]
+    is_tie[:-1] |= is_tie[1:]
+    tied = order[is_tie]
+    order[is_tie] = tied[np.lexsort((ages[tied], values[tied]))]  # slow, so for few only
+    return order[:count]
 
 
 def _candidates(values: NDArray[np.float64], count: int) -> NDArray[np.intp]:
     """Places of the `count` least values and of hardly many more. A sample mostly tells: numpy's partition of all takes ten
     times as long as reading them."""
-    sample, twice = values[::16], count // 8 + 4
-    if twice < len(sample):
-        candidates = np.flatnonzero(values <= np.partition(sample, twice)[twice])
+    sample, enough = values[::16], count // 12 + 8
+    if enough < len(sample):
+        candidates = np.flatnonzero(values <= np.partition(sample, enough)[enough])
         if len(candidates) >= count:
             return candidates
     return np.flatnonzero(values <= np.partition(values, count)[count])

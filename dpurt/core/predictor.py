@@ -139,13 +139,16 @@ class SlidingWindow(_Drain):
         self._loads: dict[int, _Load] = {}
 
     def observe(self, event: Event, now: float) -> None:
+        if isinstance(event, Consumed):  # the most frequent first
+            load = self._loads.get(event.sequence)
+            if load is not None:
+                self._advance(event.sequence, load, event.first + event.count, now)
+            return
         match event:
             case Arrived(sequence, owner, blocks, expected_start):
                 start = now if expected_start is None else max(now, expected_start)
                 self._loads[sequence] = load = _Load(blocks, owner, start, self.block_s)
                 self._extend(sequence, load, start)
-            case Consumed(sequence, first, count) if sequence in self._loads:
-                self._advance(sequence, self._loads[sequence], first + count, now)
             case Paused(sequence) if sequence in self._loads:
                 self._loads[sequence].moved_at = None
             case Resumed(sequence) if sequence in self._loads:

@@ -40,6 +40,7 @@ __all__ = [
     "Running",
     "Settings",
     "Traits",
+    "age_bins",
     "running_kind",
     "stop_code",
 ]
@@ -54,6 +55,13 @@ AGE_EDGES = np.array(
 NUM_AGES = len(AGE_EDGES) - 1
 AGE_WIDTHS = np.diff(AGE_EDGES)
 AGE_MIDS = np.sqrt((AGE_EDGES[:-1] + 0.5) * (AGE_EDGES[1:] + 0.5))
+_BIN_OF_SECOND = np.minimum(AGE_EDGES.searchsorted(np.arange(3601), side="right") - 1, NUM_AGES - 1)
+
+
+def age_bins(ages: Floats) -> Ints:
+    """The bin of each age, the last one of what is older. Edges are whole seconds, so a table tells."""
+    return _BIN_OF_SECOND.take(ages.astype(np.intp), mode="clip")
+
 
 # engines' words for why a response ended; 0 is for those nobody told, 3 for any other
 STOPS = {"": 0, "tool_use": 1, "tool_calls": 1, "end_turn": 2, "stop": 2, "stop_sequence": 2}
@@ -185,6 +193,7 @@ class ReturnModel:
         doubts = np.full((2, NUM_TABLES, 1, 1), settings.doubt)
         doubts[0, 0], doubts[1] = settings.doubt_of_all, settings.doubt_of_prior
         self._doubts: Floats = doubts
+        self._of_row: Floats = np.ones((64, NUM_AGES))  # each row's product of factors
 
     def row(self, traits: Traits) -> int:
         """The number of their combination of buckets."""
@@ -195,6 +204,7 @@ class ReturnModel:
             if row == len(self._buckets):
                 self._grow()
             self._is_prior[row], self._buckets[row] = key[0], key[1:]
+            self._of_row[row] = self._product(row)
         return row
 
     def has_prior(self, traits: Traits) -> bool:
@@ -209,6 +219,9 @@ class ReturnModel:
 
     def factors(self, rows: Ints | int) -> Floats:
         """What to multiply them by, for each of these rows (or one), as of the last `refit`."""
+        return self._of_row.take(rows, 0)
+
+    def _product(self, rows: slice | int) -> Floats:
         kind, buckets = self._is_prior[rows], self._buckets[rows]
         factors: Floats = self._factors[kind, 0, buckets[..., 0]]
         for table in range(1, NUM_TABLES):
@@ -218,6 +231,10 @@ class ReturnModel:
     def expose(self, rows: Ints, ages: Ints, risks: Floats) -> None:
         """Conversations of these rows were at risk in these age bins: seconds times their prior hazards."""
         np.add.at(self._risk, (rows, ages), risks)
+
+    def expose_one(self, row: int, age: int, risk: float) -> None:
+        """The same of one."""
+        self._risk[row, age] += risk
 
     def returned(self, row: int, age: int) -> None:
         """A conversation came back in this age bin."""
@@ -230,27 +247,33 @@ class ReturnModel:
             rows = np.flatnonzero(self._is_prior[known] == kind)
             if len(rows):
                 self._fit_tables(kind, rows)
+        self._of_row[known] = self._product(known)
 
     def _fit_tables(self, kind: int, rows: Ints) -> None:
         events, risk, buckets = self._events[rows], self._risk[rows], self._buckets[rows]
         expected = risk * self._factors[kind, np.arange(NUM_TABLES), buckets].prod(1)
+        tables = [(of_row, _in_table(of_row), self._doubts[kind, i]) for i, of_row in enumerate(buckets.T)]
+        seen = [_by_bucket(at, events) + doubt for _, at, doubt in tables]
         for table in [*range(NUM_TABLES)] * self.SWEEPS:
-            factors, of_row = self._factors[kind, table], buckets[:, table]
+            factors, (of_row, at, doubt) = self._factors[kind, table], tables[table]
             without = expected / factors[of_row]
-            doubt = self._doubts[kind, table]
-            factors[:] = (_by_bucket(of_row, events) + doubt) / (_by_bucket(of_row, without) + doubt)
+            factors[:] = seen[table] / (_by_bucket(at, without) + doubt)
             np.clip(factors, self.FLOOR, self.CEILING, out=factors)
             expected = without * factors[of_row]
 
     def _grow(self) -> None:
-        for name in ("_buckets", "_is_prior", "_events", "_risk"):
+        for name in ("_buckets", "_is_prior", "_events", "_risk", "_of_row"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
 
 
-def _by_bucket(of_row: Ints, values: Floats) -> Floats:
+def _in_table(of_row: Ints) -> Ints:
+    """Where the ages of rows lie in a flat table of these buckets."""
+    return np.asarray((of_row[:, None] * NUM_AGES + np.arange(NUM_AGES)).ravel())
+
+
+def _by_bucket(at: Ints, values: Floats) -> Floats:
     """Sums of rows by bucket, for each age."""
-    at = (of_row[:, None] * NUM_AGES + np.arange(NUM_AGES)).ravel()
     sums = np.bincount(at, values.ravel(), MAX_BUCKETS * NUM_AGES)
     return np.asarray(sums.reshape(MAX_BUCKETS, NUM_AGES), float)
 
@@ -294,8 +317,8 @@ class Running:
 
     def probability(self, kinds: Ints, ages: Floats) -> Floats:
         """For requests under way since `ages` seconds."""
-        at = np.clip(np.searchsorted(self.EDGES, ages, side="right") - 1, 0, len(self.EDGES) - 2)
-        return np.asarray(self._close_s[kinds, at] / self._exposed_s[kinds, at])
+        at = kinds * (len(self.EDGES) - 1) + self.EDGES.searchsorted(ages, side="right") - 1
+        return np.asarray(self._close_s.take(at) / self._exposed_s.take(at))
 
 
 def _overlap(edges: Floats, start: float, end: float) -> Floats:

@@ -10,11 +10,11 @@ each request under way that has not read it yet. So a block of many conversation
 has just arrived is worth little once read, as it cannot be asked for again soon, and one in the dead time after a turn
 may leave.
 
-Worths are computed for all blocks at once, with numpy, at most every `RENEW_S`: (row of a block, slot of a stream) pairs
-are kept in two flat arrays, and worth is one weighted count over them. A row is a block's place in the arrays. Pairs of
-ended streams are weeded out when they are half of all. Within a stream heads are worth slightly more than tails, so that
-what is missing at an arrival is at the end, where its load is soonest ahead of its use; the last block of a chain, which
-is often partial and changes, counts for as often as it was seen again.
+Worths are computed for all blocks at once, with numpy, at most every `RENEW_S`: there is a pair (row of a block, slot of a
+stream) for each stream a block is part of, and worth is one weighted sum over a row's pairs. A row is a block's place in
+the arrays. Pairs of ended streams are weeded out when they are half of all. Within a stream heads are worth slightly more
+than tails, so that what is missing at an arrival is at the end, where its load is soonest ahead of its use; the last block
+of a chain, which is often partial and changes, counts for as often as it was seen again.
 
 As an `Outlook` it answers `worth`, and is told what is resident (`came`, `left`). As a `Predictor` it looks around every
 `LOOK_S` and predicts absent blocks, as long as each is worth more than the block which would have to leave for it by
@@ -25,7 +25,8 @@ A request continues the stream that last held the last block it matched, if it m
 blocks, or the better half (a conversation that was compacted); otherwise it begins a new one. A pause inside a request
 is an idle time, its resumption a return, of which nothing is learned.
 
-Memory: 64 bytes a block and 8 a pair; at most `max_streams` streams, those least likely to return are dropped first.
+Memory: 64 bytes a block and 24 for each pair beyond its first; at most `max_streams` streams, those least likely to return
+are dropped first.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from dpurt.core.return_model import (
     ReturnModel,
     Running,
     Traits,
+    age_bins,
     running_kind,
     stop_code,
 )
@@ -74,6 +76,11 @@ Ints = NDArray[np.int64]
 HEAD_LEAD = 0.02  # of a stream's worth, from its head to its tail
 RUNNING, IDLE, DEAD = 1, 2, 0
 _EDGES: list[float] = AGE_EDGES.tolist()
+
+
+def _age_bin(age: float) -> int:
+    """As `age_bins` has it."""
+    return min(bisect_right(_EDGES, age) - 1, NUM_AGES - 1)
 
 
 @dataclass(slots=True)
@@ -103,15 +110,22 @@ class _Stream:
 
 
 class _Rows:
-    """Dense numbers for blocks, and what is known of each."""
+    """Dense numbers for blocks, and what is known of each. `nobody` is the slot of a stream that never lives."""
 
-    def __init__(self) -> None:
+    ARRAYS = ("block", "is_resident", "ahead", "popular", "exists", "worth", "slot", "weight")
+
+    def __init__(self, nobody: int) -> None:
         self.of: dict[int, int] = {}
+        self.nobody = nobody
         self.block: Ints = np.zeros(1024, np.int64)
-        self.resident = np.zeros(1024, np.int32)
-        self.ahead: Floats = np.zeros(1024)  # requests under way that have not read it
+        self.resident: list[int] = []  # in how many pools
+        self.is_resident = np.zeros(1024, np.bool_)
+        self.ahead = np.zeros(1024, np.int32)  # requests under way that have not read it
         self.popular: Floats = np.zeros(1024)
-        self.exists: Floats = np.zeros(1024)  # 1: on some tier of ours. As a float, as it is multiplied with
+        self.exists = np.zeros(1024, np.bool_)  # on some tier of ours
+        self.worth: Floats = np.zeros(1024)  # see `Returns._worths`
+        self.slot: Ints = np.full(1024, nobody)  # of its first pair, see `_Pairs`
+        self.weight: Floats = np.zeros(1024)  # of that pair
         self.latest: list[_Stream | None] = []  # the stream that held it last
         self._free: list[int] = []
 
@@ -121,13 +135,13 @@ class _Rows:
         if row is None:
             row = self.of[block] = self._free.pop() if self._free else self._grown()
             self.block[row] = block
-            self.exists[row] = 1.0
+            self.exists[row] = True
         return row
 
     def forget(self, row: int) -> None:
         """The row may be another block's from now on."""
         del self.of[int(self.block[row])]
-        self.resident[row] = self.ahead[row] = 0
+        self.ahead[row] = 0
         self.popular[row] = 0.0
         self.latest[row] = None
         self._free.append(row)
@@ -138,45 +152,77 @@ class _Rows:
     def _grown(self) -> int:
         row = len(self.latest)
         self.latest.append(None)
+        self.resident.append(0)
         if row == len(self.block):
-            for name in ("block", "resident", "ahead", "popular", "exists"):
+            for name in self.ARRAYS:
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+            self.slot[row:] = self.nobody
         return row
 
 
 class _Pairs:
-    """Which blocks are part of which streams, with which weight. Three flat arrays and how much of them is used."""
+    """Which blocks are part of which streams, with which weight. The pairs of a row are in the order in which they came: the
+    first is kept with the row, as most have no other, those after it in flat arrays of which `num_more` are used."""
 
-    def __init__(self) -> None:
-        self.used = 0
-        self.row: Ints = np.zeros(4096, np.int64)
-        self.slot: Ints = np.zeros(4096, np.int64)
-        self.weight: Floats = np.zeros(4096)
+    def __init__(self, rows: _Rows, slots: _Slots) -> None:
+        self._rows = rows
+        self._slots = slots
+        self.num_more = 0
+        self._weed_at = 4096  # so many more
+        self._row: Ints = np.zeros(4096, np.int64)
+        self._slot: Ints = np.zeros(4096, np.int64)
+        self._weight: Floats = np.zeros(4096)
 
     def add(self, rows: Ints, slot: int, weights: Floats) -> None:
-        end = self.used + len(rows)
-        while end > len(self.row):
-            for name in ("row", "slot", "weight"):
+        """A stream's blocks."""
+        is_first = self._rows.slot.take(rows) == self._rows.nobody
+        if len(set(rows.tolist())) < len(rows):  # a block is twice in the chain
+            is_first &= np.isin(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
+        first = rows[is_first]
+        self._rows.slot[first], self._rows.weight[first] = slot, weights[is_first]
+        if len(first) < len(rows):
+            self._add_more(rows[~is_first], slot, weights[~is_first])
+
+    def _add_more(self, rows: Ints, slot: int, weights: Floats) -> None:
+        end = self.num_more + len(rows)
+        while end > len(self._row):
+            for name in ("_row", "_slot", "_weight"):
                 array = getattr(self, name)
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
-        self.row[self.used : end] = rows
-        self.slot[self.used : end] = slot
-        self.weight[self.used : end] = weights
-        self.used = end
+        self._row[self.num_more : end] = rows
+        self._slot[self.num_more : end] = slot
+        self._weight[self.num_more : end] = weights
+        self.num_more = end
 
-    def keep(self, is_kept: NDArray[np.bool_]) -> None:
-        """Weed out the others."""
+    def weed(self) -> None:
+        """Forget those of streams that have ended. A row without a first pair gets its next."""
+        state, rows = self._slots.state, self._rows
+        rows.slot[state.take(rows.slot) == DEAD] = rows.nobody
+        self._keep(state.take(self._slot[: self.num_more]) != DEAD)
+        row, more = self._row[: self.num_more], np.arange(self.num_more)
+        at = more[rows.slot.take(row) == rows.nobody]
+        vacant, first = np.unique(row[at], return_index=True)
+        rows.slot[vacant], rows.weight[vacant] = self._slot[at[first]], self._weight[at[first]]
+        self._keep(~np.isin(more, at[first]))
+        self._weed_at = 2 * self.num_more + 4096
+
+    def _keep(self, is_kept: NDArray[np.bool_]) -> None:
         kept = np.flatnonzero(is_kept)
-        for array in (self.row, self.slot, self.weight):
+        for array in (self._row, self._slot, self._weight):
             array[: len(kept)] = array[kept]
-        self.used = len(kept)
+        self.num_more = len(kept)
 
-    def totals(self, of_slot: Floats, num_rows: int) -> Floats:
-        """By row, the weighted sum over its streams."""
-        used = slice(0, self.used)
-        weights = of_slot[self.slot[used]] * self.weight[used]
-        return np.asarray(np.bincount(self.row[used], weights, minlength=num_rows), float)
+    def add_up(self) -> None:
+        """Rows' worths: the weighted sums over their streams' chances."""
+        if self.num_more > self._weed_at:
+            self.weed()
+        chance, used = self._slots.chance, slice(0, len(self._rows))
+        worth = self._rows.worth[used]
+        chance.take(self._rows.slot[used], out=worth, mode="clip")
+        worth *= self._rows.weight[used]
+        more = slice(0, self.num_more)
+        np.add.at(worth, self._row[more], chance.take(self._slot[more]) * self._weight[more])
 
 
 class _Slots:
@@ -185,9 +231,10 @@ class _Slots:
     def __init__(self, num_slots: int) -> None:
         self.state = np.zeros(num_slots, np.int8)
         self.since: Floats = np.zeros(num_slots)
-        self.risk: Floats = np.zeros((num_slots, NUM_AGES))  # cumulative hazard at the start of each age bin
-        self.hazards: Floats = np.zeros((num_slots, NUM_AGES))
-        self.prior: Floats = np.zeros((num_slots, NUM_AGES))  # hazards known beforehand
+        # by age bin first: neighbours in the slots came at about the same time
+        self.risk: Floats = np.zeros((NUM_AGES, num_slots))  # cumulative hazard at the start of each age bin
+        self.hazards: Floats = np.zeros((NUM_AGES, num_slots))
+        self.prior: Floats = np.zeros((NUM_AGES, num_slots))  # hazards known beforehand
         self.row: Ints = np.zeros(num_slots, np.int64)  # of the model
         self.booked: Floats = np.zeros(num_slots)  # age up to which the model knows
         self.kind: Ints = np.zeros(num_slots, np.int64)  # while it runs
@@ -230,20 +277,21 @@ class Returns:
         self._spans: Floats = np.array([[0.0], *([seconds] for seconds, _ in self._windows)])
         self._weights: Floats = np.array([[-weight] for _, weight in self._windows])
         self._running_model = Running(self._windows)
-        self._rows = _Rows()
-        self._pairs = _Pairs()
+        self._slots = _Slots(max_streams + 1)  # the last is nobody's
+        self._rows = _Rows(max_streams)
+        self._pairs = _Pairs(self._rows, self._slots)
         self._live_pairs = 0
-        self._slots = _Slots(max_streams)
+        self._ended_pairs = 0  # since the last weeding
         self._free_slots = list(range(max_streams - 1, -1, -1))
         self._streams: dict[int, _Stream] = {}  # by slot
         self._of_sequence: dict[int, _Stream] = {}
         self._tails = [8.0, 4.0]  # last blocks of continued chains, and those seen again
-        self._worth: Floats = np.zeros(0)
         self._worth_at = -math.inf
         self._refit_at = -math.inf
         self._asked_at = -math.inf
         self._look_at: float | None = None
         self._reach = self.MIN_REACH
+        self._level = 0.0  # what the first block was worth that the last look left out
         self._landed = 0
         self._asked_for: set[int] = set()  # at the last look
         self._popular_from = 0.0
@@ -251,17 +299,21 @@ class Returns:
     # --- the outlook
 
     def came(self, block: int) -> int:
-        row = self._rows.get(block)
-        self._rows.resident[row] += 1
+        rows = self._rows
+        row = rows.get(block)
+        rows.resident[row] += 1
+        rows.is_resident[row] = True
         return row
 
     def left(self, handle: int) -> None:
-        self._rows.resident[handle] -= 1
+        rows = self._rows
+        rows.resident[handle] -= 1
+        if not rows.resident[handle]:
+            rows.is_resident[handle] = False
 
     def worth(self, handles: Ints, now: float) -> Floats:
         self._refresh(now)
         self._asked_at = now
-        self._grow_worth()
         return self._worths(handles)
 
     # --- the predictor
@@ -269,6 +321,10 @@ class Returns:
     def observe(self, event: Event, now: float) -> None:
         if isinstance(event, Staged):  # the most frequent first
             self._landed += event.block in self._asked_for
+        elif isinstance(event, Consumed):
+            stream = self._of_sequence.get(event.sequence)
+            if stream is not None:
+                self._pass(stream, event.first + event.count)
         elif isinstance(event, Arrived):
             self._arrived(event.sequence, event.owner, event.blocks, now)
         elif isinstance(event, Dropped):
@@ -281,8 +337,6 @@ class Returns:
     def _observe_of(self, stream: _Stream, event: Event, now: float) -> None:
         """Something about the request under way that is this stream."""
         match event:
-            case Consumed(_, first, count):
-                self._pass(stream, first + count)
             case Stored(_, blocks):
                 rows = [self._rows.get(block) for block in blocks]
                 self._append(stream, rows, self._tails[1] / self._tails[0])
@@ -385,10 +439,15 @@ class Returns:
     def _book_return(self, parent: _Stream, gap: float, now: float) -> None:
         if not parent.teaches:
             return
-        self._book_exposure(np.array([parent.slot]), now)
-        if gap < AGE_EDGES[-1]:
-            age = int(np.searchsorted(AGE_EDGES, gap, side="right")) - 1
-            self._model.returned(int(self._slots.row[parent.slot]), age)
+        slots, slot = self._slots, parent.slot
+        row, booked = int(slots.row[slot]), float(slots.booked[slot])
+        age = min(now - float(slots.since[slot]), _EDGES[-1])
+        for age_bin in range(_age_bin(booked), _age_bin(age) + 1):
+            seconds = min(_EDGES[age_bin + 1], age) - max(_EDGES[age_bin], booked)
+            if seconds > 0:
+                self._model.expose_one(row, age_bin, slots.prior[age_bin, slot] * seconds)
+        if gap < _EDGES[-1]:
+            self._model.returned(row, _age_bin(gap))
 
     def _branch(self, rows: Sequence[int], now: float) -> None:
         """A new conversation began with these blocks: others may."""
@@ -400,8 +459,7 @@ class Returns:
     def _expect(self, stream: _Stream, chance: float) -> None:
         """Its blocks' worths follow at once; all that age changes follows with the next refresh."""
         slots, slot = self._slots, stream.slot
-        self._grow_worth()
-        self._worth[np.array(stream.rows, int)] += chance - slots.chance[slot]
+        self._rows.worth[np.array(stream.rows, int)] += chance - slots.chance[slot]
         slots.chance[slot] = chance
 
     def _append(self, stream: _Stream, rows: list[int], tail: float = 1.0) -> None:
@@ -412,7 +470,7 @@ class Returns:
         for row in rows:
             latest[row] = stream
         at = np.array(rows)
-        self._rows.exists[at] = 1.0
+        self._rows.exists[at] = True
         first = len(stream.rows)
         stream.rows += rows
         end = len(stream.rows)
@@ -420,8 +478,7 @@ class Returns:
         weights[-1] *= tail
         self._pairs.add(at, stream.slot, weights)
         self._live_pairs += len(rows)
-        self._grow_worth()
-        self._worth[at] += self._slots.chance[stream.slot]
+        self._rows.worth[at] += self._slots.chance[stream.slot]
 
     def _pass(self, stream: _Stream, cursor: int) -> None:
         """The request under way has read its blocks before the cursor, or will not."""
@@ -430,7 +487,9 @@ class Returns:
             self._rows.ahead[stream.rows[stream.cursor]] -= 1
         elif end > stream.cursor:
             self._rows.ahead[stream.rows[stream.cursor : end]] -= 1
-        stream.cursor = max(stream.cursor, end)
+        else:
+            return
+        stream.cursor = end
 
     def _finished(self, stream: _Stream, reason: str, now: float) -> None:
         self._pass(stream, len(stream.rows))
@@ -453,7 +512,7 @@ class Returns:
             stream.mean_gap,
         )
         slots.state[slot], slots.since[slot], slots.booked[slot] = IDLE, now, 0.0
-        slots.row[slot], slots.prior[slot] = self._model.row(traits), self._model.prior_hazards(traits)
+        slots.row[slot], slots.prior[:, slot] = self._model.row(traits), self._model.prior_hazards(traits)
         self._apply_model(slot)
         stream.ended_at = now
         self._expect(stream, self._chance(slot, now))
@@ -461,8 +520,8 @@ class Returns:
     def _apply_model(self, idle: Ints | int) -> None:
         """The hazards of these slots, as the model sees them now."""
         slots = self._slots
-        hazards = slots.hazards[idle] = slots.prior[idle] * self._model.factors(slots.row[idle])
-        slots.risk[idle, 1:] = (hazards * AGE_WIDTHS)[..., :-1].cumsum(-1)
+        hazards = slots.hazards[:, idle] = slots.prior.take(idle, 1) * self._model.factors(slots.row[idle]).T
+        slots.risk[1:, idle] = (hazards.T * AGE_WIDTHS).T[:-1].cumsum(0)
 
     def _paused(self, stream: _Stream, now: float) -> None:
         stream.ran_s, stream.teaches = now - stream.came_at, False
@@ -481,6 +540,7 @@ class Returns:
         self._expect(stream, 0.0)
         self._slots.state[stream.slot] = DEAD
         self._live_pairs -= len(stream.rows)
+        self._ended_pairs += len(stream.rows)
         del self._streams[stream.slot]
         if self._of_sequence.get(stream.sequence) is stream:
             del self._of_sequence[stream.sequence]
@@ -488,7 +548,7 @@ class Returns:
     def _shed(self, now: float) -> None:
         """Make room: weed, and if that frees no slot drop the idle streams least likely to return."""
         idle = np.flatnonzero(self._slots.state == IDLE)
-        worst = idle[np.argsort(self._chances(idle, now), kind="stable")][: max(1, len(idle) // 8)]
+        worst = idle[np.argsort(self._idle_chances(idle, now), kind="stable")][: max(1, len(idle) // 8)]
         for slot in worst.tolist():
             self._end(self._streams[slot])
         self._weed()
@@ -499,13 +559,11 @@ class Returns:
 
     def _weed(self) -> None:
         """Forget pairs of dead streams, free their slots, and the rows of blocks nobody speaks of."""
-        pairs, slots, rows = self._pairs, self._slots, self._rows
-        pairs.keep(slots.state[pairs.slot[: pairs.used]] != DEAD)
-        free = np.flatnonzero(slots.state == DEAD)
-        self._free_slots = free[::-1].tolist()
-        is_used = np.zeros(len(rows), np.bool_)
-        is_used[pairs.row[: pairs.used]] = True
-        is_used |= (rows.resident[: len(rows)] > 0) | (rows.ahead[: len(rows)] > 0)
+        rows = self._rows
+        self._pairs.weed()
+        self._ended_pairs = 0
+        self._free_slots = np.flatnonzero(self._slots.state[:-1] == DEAD)[::-1].tolist()
+        is_used = (rows.slot != rows.nobody) | rows.is_resident | (rows.ahead > 0)
         for row in [row for row in rows.of.values() if not is_used[row]]:
             rows.forget(row)
         self._worth_at = -math.inf
@@ -514,7 +572,7 @@ class Returns:
         """No tier has it: nothing to fetch, until it is stored again."""
         row = self._rows.of.get(block)
         if row is not None:
-            self._rows.exists[row] = 0.0
+            self._rows.exists[row] = False
 
     # --- worths
 
@@ -523,15 +581,16 @@ class Returns:
             return
         if now - self._refit_at >= self.REFIT_S:
             self._refit(now)
-        if self._pairs.used - self._live_pairs > self._pairs.used // 2 + 1024:
+        if self._ended_pairs > (self._live_pairs + self._ended_pairs) // 2 + 1024:
             self._weed()
-        num_rows = len(self._rows)
-        live = np.flatnonzero(self._slots.state != DEAD)
-        self._slots.chance[live] = self._chances(live, now)
+        idle = np.flatnonzero(self._slots.state == IDLE)
+        self._slots.chance[idle] = self._idle_chances(idle, now)
+        running = np.flatnonzero(self._slots.state == RUNNING)
+        self._slots.chance[running] = self._running_chances(running, now)
         share = self.window_s / self.POPULAR_S * math.exp((self._popular_from - now) / self.POPULAR_S)
-        self._grow_worth()
-        self._worth[:num_rows] = self._pairs.totals(self._slots.chance, num_rows)
-        self._worth[:num_rows] += share * self._rows.popular[:num_rows]
+        self._pairs.add_up()
+        used = slice(0, len(self._rows))
+        self._rows.worth[used] += share * self._rows.popular[used]
         self._worth_at = now
 
     def _refit(self, now: float) -> None:
@@ -540,29 +599,24 @@ class Returns:
         self._model.refit()
         self._apply_model(np.flatnonzero(self._slots.state == IDLE))
 
-    def _grow_worth(self) -> None:
-        missing = len(self._rows.block) - len(self._worth)
-        if missing:
-            self._worth = np.concatenate([self._worth, np.zeros(missing)])
-
-    def _worths(self, rows: Ints | slice) -> Floats:
+    def _worths(self, rows: Ints) -> Floats:
         """As of the last refresh, but for streams that came or ended and blocks that were read since."""
-        worths = np.maximum(self._worth[rows], 0.0)
-        worths += self._rows.ahead[rows]
-        worths *= self._rows.exists[rows]
+        known = self._rows
+        worths = np.maximum(known.worth.take(rows), 0.0)
+        worths += known.ahead.take(rows)
+        worths *= known.exists.take(rows)
         return worths
 
-    def _chances(self, live: Ints, now: float) -> Floats:
-        """Of a return within the windows, for these slots of running and idle streams."""
-        slots = self._slots
-        ages = np.maximum(0.0, now - slots.since[live])
-        is_idle = slots.state[live] == IDLE
-        chances = np.empty(len(live))
-        idle, age = live[is_idle], ages[is_idle]
-        now_and_then = self._risk(idle, age + self._spans)
-        chances[is_idle] = (self._weights * np.expm1(now_and_then[0] - now_and_then[1:])).sum(0)
-        chances[~is_idle] = self._running_model.probability(slots.kind[live[~is_idle]], ages[~is_idle])
-        return chances
+    def _idle_chances(self, idle: Ints, now: float) -> Floats:
+        """Of a return within the windows, for these slots."""
+        ages = np.maximum(0.0, now - self._slots.since.take(idle))
+        risk = self._risk(idle, ages + self._spans)
+        return np.asarray((self._weights * np.expm1(risk[0] - risk[1:])).sum(0))
+
+    def _running_chances(self, running: Ints, now: float) -> Floats:
+        """The same for streams whose request is under way."""
+        ages = np.maximum(0.0, now - self._slots.since.take(running))
+        return self._running_model.probability(self._slots.kind.take(running), ages)
 
     def _chance(self, slot: int, now: float) -> float:
         """The same for one."""
@@ -575,26 +629,30 @@ class Returns:
         return float(soon + later)
 
     def _risk_of(self, slot: int, age: float) -> float:
-        age_bin = min(bisect_right(_EDGES, age) - 1, NUM_AGES - 1)
+        age_bin = _age_bin(age)
         into = min(age, _EDGES[age_bin + 1]) - _EDGES[age_bin]
-        return float(self._slots.risk[slot, age_bin] + into * self._slots.hazards[slot, age_bin])
+        return float(self._slots.risk[age_bin, slot] + into * self._slots.hazards[age_bin, slot])
 
     def _risk(self, slots: Ints, ages: Floats) -> Floats:
         """Cumulative hazards, linear between the edges."""
-        age_bin = np.minimum(AGE_EDGES.searchsorted(ages, side="right") - 1, NUM_AGES - 1)
-        into = np.minimum(ages - AGE_EDGES[age_bin], AGE_WIDTHS[age_bin])
-        at = slots * NUM_AGES + age_bin  # in the flat tables: half the time of two indices
+        age_bin = age_bins(ages)
+        into = np.minimum(ages, AGE_EDGES[-1]) - AGE_EDGES.take(age_bin)
+        at = age_bin * self._slots.risk.shape[1] + slots  # in the flat tables: half the time of two indices
         return np.asarray(self._slots.risk.take(at) + into * self._slots.hazards.take(at))
 
     def _book_exposure(self, idle: Ints, now: float) -> None:
         """These idle streams did not return since the last time; those that never will are ended."""
         slots = self._slots
         ages = np.minimum(now - slots.since[idle], AGE_EDGES[-1])
-        starts = np.maximum(AGE_EDGES[:-1], slots.booked[idle, None])
-        seconds = np.minimum(AGE_EDGES[1:], ages[:, None]) - starts
-        which, age_bins = np.nonzero(seconds > 0)
-        risks = slots.prior[idle[which], age_bins] * seconds[which, age_bins]
-        self._model.expose(slots.row[idle[which]], age_bins, risks)
+        first = age_bins(slots.booked[idle])
+        num_bins = np.maximum(age_bins(ages) + 1 - first, 0)
+        which = np.repeat(np.arange(len(idle)), num_bins)
+        bins = np.arange(len(which)) - np.repeat(num_bins.cumsum() - num_bins - first, num_bins)
+        starts = np.maximum(AGE_EDGES[bins], slots.booked[idle[which]])
+        seconds = np.minimum(AGE_EDGES[bins + 1], ages[which]) - starts
+        some = np.flatnonzero(seconds > 0)
+        at, bins = idle[which[some]], bins[some]
+        self._model.expose(slots.row[at], bins, slots.prior[bins, at] * seconds[some])
         slots.booked[idle] = np.maximum(ages, slots.booked[idle])
         for slot in idle[ages >= AGE_EDGES[-1]].tolist():
             self._end(self._streams[slot])
@@ -603,22 +661,37 @@ class Returns:
 
     def _wanted(self, is_full: bool) -> Ints:
         """Rows worth fetching, the best first, the older row of equals: in a full staging each worth more, by a margin, than
-        the resident one it would push out."""
-        self._grow_worth()
-        worth = self._worths(slice(0, len(self._rows)))
-        resident = np.flatnonzero(self._rows.resident[: len(worth)] > 0)
-        kept, worth[resident] = worth[resident], 0.0
+        the resident one it would push out. Looked at first is what lies about the level at which the last look ended: that
+        mostly tells."""
         bar = self.FLOOR * self.window_s
-        if is_full and len(kept) >= self._reach:  # what pays for no room at all is not worth sorting
-            bar = max(bar, self.MARGIN * float(kept.min()))
-        above = np.flatnonzero(worth > bar)
-        best = above[least(-worth[above], self._reach)]
-        if not is_full:
-            return best
-        num_compared = min(len(best), len(kept))
-        pays = worth[best[:num_compared]] > self.MARGIN * kept[least(kept, num_compared)]
-        num_worth_it = int(np.argmin(pays)) if not pays.all() else len(best)
-        return best[:num_worth_it]
+        near = max(bar, 0.8 * self._level), 1.25 * self._level / self.MARGIN
+        for above, below in (near, (bar, math.inf)):
+            best, worths = self._best(above)
+            prices = self._prices(below) if is_full else np.zeros(len(best))
+            num_compared = min(len(best), len(prices))
+            pays = worths[:num_compared] > prices[:num_compared]
+            if not pays.all() or num_compared == self._reach:
+                break
+        num_wanted = len(best) if pays.all() else int(np.argmin(pays))
+        self._level = float(worths[: num_wanted + 1].min(initial=math.inf))
+        return best[:num_wanted]
+
+    def _best(self, bar: float) -> tuple[Ints, Floats]:
+        """The `_reach` absent rows worth most of those worth more than the bar, and what they are worth."""
+        known, used = self._rows, slice(0, len(self._rows))
+        may_be = (known.worth[used] > bar) | (known.ahead[used] > 0)
+        rows = np.flatnonzero(may_be & ~known.is_resident[used])
+        worths = self._worths(rows)
+        above = np.flatnonzero(worths > bar)
+        best = above[least(-worths[above], self._reach)]
+        return rows[best], worths[best]
+
+    def _prices(self, below: float) -> Floats:
+        """What must be exceeded to push out each of the resident ones that are worth less than that, the least first."""
+        known, used = self._rows, slice(0, len(self._rows))
+        may_be = (known.worth[used] < below) | ~known.exists[used]
+        worths = self._worths(np.flatnonzero(may_be & known.is_resident[used]))
+        return np.sort(self.MARGIN * worths[worths < below])
 
     def _lasting(self, worth: float) -> float:
         """Probability of a use as long as a fetched block stays."""

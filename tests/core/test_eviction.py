@@ -17,6 +17,7 @@ from dpurt.core.eviction import (
     LOOK,
     POLICIES,
     Belady,
+    Blind,
     EvictionPolicy,
     Lru,
     Predicted,
@@ -598,6 +599,18 @@ def test_a_ranking_serves_many_victims_and_is_renewed_when_it_has_aged() -> None
     assert outlook.asked == 1
     policy.victim(Predicted.REFRESH_S)
     assert outlook.asked == 2
+
+
+def test_of_a_long_ranking_none_leaves_that_was_used_since() -> None:
+    policy = filled(make_policy("predicted", 4000, Blind()), range(4000))
+    left = []
+    for _ in range(160):
+        victim = policy.victim(0.0)
+        assert victim is not None
+        policy.remove(victim, evicted=True)
+        left.append(victim)
+        policy.touch([victim + 100], 0.0)
+    assert left == [*range(100), *range(200, 260)]
 
 
 def test_a_touched_block_is_not_the_next_to_leave_whatever_it_was_worth() -> None:

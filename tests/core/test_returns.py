@@ -1,5 +1,6 @@
 """Returns: when conversations come back, what that makes their blocks worth, and what is fetched for them."""
 
+import itertools
 import math
 
 import hypothesis.strategies as st
@@ -31,7 +32,7 @@ from dpurt.core.return_model import (
     running_kind,
     stop_code,
 )
-from dpurt.core.returns import HEAD_LEAD, Returns
+from dpurt.core.returns import DEAD, HEAD_LEAD, RUNNING, Returns, _Pairs, _Rows, _Slots
 
 OWNER = Owner("space", "tenant")
 AGENT = Traits(stop_code("tool_use"), 5.0, 2, 100, 3, 6.0, 7.0, 6.5)
@@ -269,13 +270,21 @@ class TestStreams:
         returns.observe(Resumed(99), 320.0)
         assert worth_of(returns, 2, 330.0) == pytest.approx(before, abs=0.05)
 
+    def test_a_return_after_the_last_age_that_is_told_apart_teaches_that_it_took_so_long(self):
+        returns = Returns()
+        turn(returns, 1, [], [1, 2, 3, 4], 0.0)
+        turn(returns, 2, [1, 2, 3, 4], [5], 3700.0)  # nobody looked in between
+        assert len(returns._streams) == 1
+        assert returns._model._risk.sum() > 0
+        assert returns._model._events.sum() == 0
+
     def test_streams_rows_and_pairs_are_bounded(self):
         returns = Returns(max_streams=64)
         for i in range(3000):
             turn(returns, i, [], (2 * i, 2 * i + 1), float(i))
             returns.predict(i + 0.5)
         assert len(returns._streams) <= 64
-        assert returns._pairs.used < 4096
+        assert returns._pairs.num_more < 4096
         assert len(returns._rows.of) < 4096
 
     def test_requests_that_never_end_make_room_for_others(self):
@@ -321,6 +330,25 @@ class TestPredictions:
             returns.observe(Staged(block, block), 1.0)
         assert len(returns.predict(returns.next_wakeup())) == Returns.GROWTH * Returns.MIN_REACH + 8
 
+    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize("is_full", [False, True])
+    def test_a_look_finds_what_sorting_all_would_wherever_the_last_one_ended(self, seed, is_full):
+        random = np.random.default_rng(seed)
+        returns, count = Returns(), 400
+        rows = [returns.came(block) for block in range(count)]
+        for row in random.permutation(rows)[: int(random.integers(count))].tolist():
+            returns.left(row)
+        known = returns._rows
+        known.worth[:count] = random.choice([0.0, 0.0005, 0.01, 0.011, 0.2, 0.3], count) * random.choice(
+            [1.0, 0.99], count
+        )
+        known.ahead[:count] = random.random(count) < 0.02
+        known.exists[:count] = random.random(count) < 0.95
+        for level in (0.0, 0.004, 0.01, 0.2, 5.0, math.inf):
+            returns._level = level
+            returns._reach = int(random.choice([8, 64, 1000]))
+            assert returns._wanted(is_full).tolist() == wanted_of(returns, count, is_full)
+
     def test_nobody_to_return_needs_no_waking(self):
         returns = Returns()
         assert returns.next_wakeup() is None
@@ -328,6 +356,21 @@ class TestPredictions:
         returns.observe(SequenceGone(1), 0.5)
         assert returns.predict(returns.next_wakeup()) == []
         assert returns.next_wakeup() is None
+
+
+def wanted_of(returns, count, is_full):
+    """What a look should ask for, by sorting all rows."""
+    worths = returns._worths(np.arange(count)).tolist()
+    absent = [row for row in range(count) if not returns._rows.resident[row]]
+    best = sorted((row for row in absent if worths[row] > 0.001), key=lambda row: -worths[row])[
+        : returns._reach
+    ]
+    if not is_full:
+        return best
+    prices = sorted(returns.MARGIN * worths[row] for row in range(count) if returns._rows.resident[row])
+    prices += [0.0] * count  # free places
+    paid = itertools.takewhile(lambda pair: worths[pair[0]] > pair[1], zip(best, prices, strict=False))
+    return [row for row, _ in paid]
 
 
 @pytest.mark.parametrize("wrong", [{"window_s": 0.0}, {"max_streams": 1}])
@@ -420,8 +463,33 @@ class Machine(RuleBasedStateMachine):
         assert all(returns._streams[s.slot] is s for s in returns._of_sequence.values())
         assert returns._live_pairs == sum(len(s.rows) for s in returns._streams.values())
         assert int((returns._slots.state != 0).sum()) == len(returns._streams)
-        assert np.all(np.diff(returns._slots.risk, axis=1) >= 0)
+        assert np.all(np.diff(returns._slots.risk, axis=0) >= 0)
 
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_add_up_in_the_order_in_which_they_came_to_the_last_bit(seed):
+    random = np.random.default_rng(seed)
+    slots, rows = _Slots(51), _Rows(50)
+    pairs, all_pairs = _Pairs(rows, slots), []
+    for block in range(30):
+        rows.get(block)
+    for slot in range(50):
+        slots.state[slot], slots.chance[slot] = RUNNING, random.random()
+        chain, weights = random.integers(0, 30, 12), random.random(12)  # with blocks that are in it twice
+        pairs.add(chain, slot, weights)
+        all_pairs += [
+            (row, slot, weight) for row, weight in zip(chain.tolist(), weights.tolist(), strict=True)
+        ]
+        for ended in random.integers(0, slot + 1, 2).tolist():
+            slots.state[ended], slots.chance[ended] = DEAD, 0.0
+        if slot % 7 == 0:
+            pairs.weed()
+        pairs.add_up()
+        expected = [0.0] * 30
+        for row, of_slot, weight in all_pairs:
+            expected[row] += float(slots.chance[of_slot]) * weight
+        assert rows.worth[:30].tolist() == expected
