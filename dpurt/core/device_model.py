@@ -60,9 +60,10 @@ class DeviceModel:
         profile = self.profile
         rate = profile.write_bytes_per_s if is_write else profile.read_bytes_per_s
         transfer = length / rate
-        self._transfer_free = max(now, self._transfer_free) + transfer
-        accessed = max(now, self._servers[0]) + self._latency(is_write)
-        done = max(accessed + transfer, self._transfer_free)
+        free, server = self._transfer_free, self._servers[0]
+        self._transfer_free = shared = (free if free > now else now) + transfer
+        alone = (server if server > now else now) + self._latency(is_write) + transfer
+        done = alone if alone > shared else shared
         heapq.heapreplace(self._servers, done)
         return done
 

@@ -54,7 +54,7 @@ from dpurt.replay.hits import capacity_blocks, untimed_hit_rates
 from dpurt.replay.policies import Oracle, Policy, make_eviction, make_predictors
 from dpurt.replay.report import Result, percentile, prefetch_figures
 from dpurt.replay.slices import TimeSlice, TimeSlices
-from dpurt.replay.staging import ReplayStaging, always
+from dpurt.replay.staging import ReplayStaging
 from dpurt.replay.trace import Request
 
 OWNER = Owner("trace", "trace")
@@ -200,7 +200,7 @@ class _Run:
     def _make_staging(self) -> None:
         eviction = make_eviction(self.policy, self.capacity, self._future, self._predictors)
         future = self._future
-        admit = (lambda b, v: future.next_use(b) < future.next_use(v)) if future else always
+        admit = (lambda b, v: future.next_use(b) < future.next_use(v)) if future else None
         self.staging = ReplayStaging(self.capacity, eviction, self._evicted, admit)
         self._resident = self.staging.resident
 

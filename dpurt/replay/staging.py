@@ -11,11 +11,6 @@ Admit = Callable[[int, int], bool]  # may `block` come if `victim` has to leave 
 Protects = Callable[[int, float], bool]  # is the block wanted soon, as of now?
 
 
-def always(block: int, victim: int) -> bool:
-    """Every newcomer may evict."""
-    return True
-
-
 class ReplayStaging:
     """At most `capacity` blocks resident or reserved. A block being read by a host is held and cannot leave.
 
@@ -24,7 +19,11 @@ class ReplayStaging:
     """
 
     def __init__(
-        self, capacity: int, policy: EvictionPolicy, on_evict: Callable[[int], None], admit: Admit = always
+        self,
+        capacity: int,
+        policy: EvictionPolicy,
+        on_evict: Callable[[int], None],
+        admit: Admit | None = None,
     ) -> None:
         self.capacity = capacity
         self.reserved = 0
@@ -72,7 +71,7 @@ class ReplayStaging:
         if len(self.resident) + self.reserved >= self.capacity:
             protects = self.protects
             victim = self.policy.victim(now, (lambda other: protects(other, now)) if protects else None)
-            if victim is None or not self._admit(block, victim):
+            if victim is None or (self._admit is not None and not self._admit(block, victim)):
                 return False
             self.policy.remove(victim, evicted=True)
             del self.resident[victim]
@@ -87,7 +86,7 @@ class ReplayStaging:
 
     def land(self, block: int, now: float, by_prefetch: bool) -> None:
         """A block for which a place was reserved is here."""
-        self.unreserve()
+        self.reserved -= 1
         self.resident[block] = by_prefetch
         self.policy.insert(block, now)
         self.policy.unhold(block)
