@@ -302,16 +302,18 @@ class Arbiter:
             plan.refusals.append(Refusal(prediction, _ELSEWHERE[where]))
             return
         num_bytes = view.record_bytes(block, mask)
-        read_s = self.read_s(num_bytes)
+        read_s = saved_s = self.read_s(num_bytes)
         recompute_s = view.recompute_s(block) if mask is None else None
         probability = prediction.probability * self._records[prediction.predictor].factor
         reason = self._objection(prediction, probability, device_free)
-        if reason is None and recompute_s is not None:
-            reason = self._computed_instead(prediction, num_bytes, recompute_s, now, device_free + read_s)
+        if recompute_s is not None:
+            if reason is None and self._is_computed(prediction, num_bytes, recompute_s, now, device_free + read_s):
+                reason = "recompute_cheaper"
+            if recompute_s < read_s:
+                saved_s = recompute_s
         if reason is not None:
             plan.refusals.append(Refusal(prediction, reason))
             return
-        saved_s = read_s if recompute_s is None else min(read_s, recompute_s)
         number = self._next_job
         self._next_job += 1
         value = _worth(prediction, probability) * saved_s / num_bytes
@@ -339,19 +341,20 @@ class Arbiter:
             return "over_budget"
         return None
 
-    def _computed_instead(
+    def _is_computed(
         self, prediction: Prediction, num_bytes: int, recompute_s: float, now: float, read_at: float
-    ) -> str | None:
+    ) -> bool:
         """Is the host better off computing? What a sequence's first block of this plan is told holds for the others."""
         sequence = prediction.sequence
         cheaper = self._to_compute.get(sequence)
         if cheaper is None:
-            wait_s = read_at - max(now, prediction.need_by)
+            need_by = prediction.need_by
+            wait_s = read_at - (need_by if need_by > now else now)
             transfer_s = num_bytes / self.budget.bandwidth_bytes_per_s
             cheaper = is_computing_cheaper(wait_s, transfer_s, recompute_s, self._run_of(sequence))
             if sequence is not None:
                 self._to_compute[sequence] = cheaper
-        return "recompute_cheaper" if cheaper else None
+        return cheaper
 
     def read_s(self, num_bytes: int) -> float:
         """Time of one read on an idle device."""
@@ -453,8 +456,9 @@ class Arbiter:
         if price <= 0.0:
             return None
         worth = _worth(prediction, prediction.probability)
-        margin = 1.0 if worth >= CERTAIN else 1.0 + self.budget.hysteresis
-        return "not_worth_room" if worth <= price * margin else None
+        if worth < CERTAIN:
+            price *= 1.0 + self.budget.hysteresis
+        return "not_worth_room" if worth <= price else None
 
     def _is_pressing(self, job: Job, now: float) -> bool:
         rank, _, _, need_by, _ = job.key
