@@ -175,7 +175,7 @@ class _Run:
         self._stored: set[int] = set()
         self._reads: dict[int, Read] = {}  # by block: queued or in service
         self._read_of_job: dict[int, Read] = {}
-        self._has_place: set[int] = set()  # blocks being read for which staging has a place
+        self._read_past: set[int] = set()  # blocks being read for which staging had no place
         self._asking: dict[int, list[_Turn]] = {}
         self._useful_reads = 0  # reads some host waited for, and prefetches used
         self._load_s = scenario.block_bytes / scenario.link_bytes_per_s
@@ -282,7 +282,9 @@ class _Run:
         if core is None:
             return
         while outbox:
-            self._obey(core.handle(outbox.popleft(), now))
+            commands = core.handle(outbox.popleft(), now)
+            if commands:
+                self._obey(commands)
         set_for = self._tick_at
         if set_for is not None and set_for <= now:
             return  # no tick can come before that
@@ -294,7 +296,9 @@ class _Run:
     def _tell(self, event: Event) -> None:
         """An event for the core, if there is one."""
         if self.core is not None:
-            self._obey(self.core.handle(event, self._now))
+            commands = self.core.handle(event, self._now)
+            if commands:
+                self._obey(commands)
 
     def _tick(self, when: float) -> None:
         if when != self._tick_at:
@@ -304,8 +308,6 @@ class _Run:
         self._obey(self.core.tick(self._now))
 
     def _obey(self, commands: Sequence[Fetch | CancelFetch]) -> None:
-        if not commands:
-            return
         for command in commands:
             if isinstance(command, Fetch):
                 self._fetch(command)
@@ -493,15 +495,14 @@ class _Run:
             self._outbox.append(FetchFailed(job, "no_room"))
             self._not_kept(block)
             return
-        self._has_place.add(block)
         read = Read(block, self.scenario.block_bytes, job, is_demand=False)
         self._reads[block] = self._read_of_job[job] = read
         self.device.submit(read)
 
     def _read(self, read: Read) -> None:
         """A demand read. Without room the host gets the bytes all the same and staging keeps nothing."""
-        if self.staging.reserve(read.block, self._now):
-            self._has_place.add(read.block)
+        if not self.staging.reserve(read.block, self._now):
+            self._read_past.add(read.block)
         self._reads[read.block] = read
         self.device.submit(read)
 
@@ -509,9 +510,7 @@ class _Run:
         read = self._read_of_job.get(job)
         if read is not None and self.device.cancel(read):
             self._end_read(read)
-            if read.block in self._has_place:
-                self._has_place.discard(read.block)
-                self.staging.unreserve()
+            self.staging.unreserve()
             self._outbox.append(FetchFailed(job, "cancelled"))
 
     def _start_reads(self) -> None:
@@ -528,11 +527,11 @@ class _Run:
         self.device.complete(read)
         self._end_read(read)
         askers = self._asking.pop(block, None)
-        if block in self._has_place:
-            self._has_place.discard(block)
-            self.staging.land(block, self._now, by_prefetch=job is not None and not askers)
-        else:
+        if block in self._read_past:
+            self._read_past.discard(block)
             self._not_kept(block)
+        else:
+            self.staging.land(block, self._now, by_prefetch=job is not None and not askers)
         if askers:
             self._serve_askers(askers, read)
         if job is not None:
