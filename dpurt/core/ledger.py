@@ -327,6 +327,10 @@ class Ledger:
         """Jobs planned and not yet ended."""
         return len(self._open)
 
+    def follows(self, block: int) -> bool:
+        """A job of the block has been issued and has not ended: `evicted` of it would be news."""
+        return block in self._of_block
+
     def is_open(self, job: int) -> bool:
         """Planned, and not ended."""
         return job in self._open
