@@ -26,7 +26,7 @@ in quanta of `quantum_s`, so that deadlines rule; within a quantum by value per 
 where the time saved is that of the demand read or of the recompute, whichever is shorter. Ties are broken by need,
 then by job number, so a replay repeats itself.
 
-Issue. The first waiting one goes to the device while there is a queue place, bandwidth left after what demand reads
+Issue. While the queue is full nothing is looked at. The first waiting one goes to the device while there is bandwidth left after what demand reads
 have queued (a token bucket: demand is always first), and staging for it. A prefetch holds up each demand read that
 comes behind it for its whole length, and saves one at best. So while demand reads are queued, or were within
 `quiet_s`, only sure ones that must start within `pressing_s` are issued, and none past the first in the order that
@@ -402,9 +402,12 @@ class Arbiter:
         spendable = self._tokens - backlog
         quiet_at = self._demand_at + self.budget.quiet_s
         room: int | None = None
-        while (job := self._first(view, now, plan)) is not None:
+        while self._waiting:
             if len(self._flying) >= self.budget.queue_depth:
-                self._blocked_until = NOT_BY_ITSELF
+                self._blocked_until = NOT_BY_ITSELF  # an answer is the next event
+                return
+            job = self._first(view, now, plan)
+            if job is None:
                 break
             if room is None:
                 room = min(view.free_bytes(), self.budget.staging_bytes - self.held_bytes)

@@ -235,19 +235,30 @@ def test_bandwidth_is_never_exceeded_beyond_a_burst():
 
 
 def test_what_waits_past_its_use_is_over_budget():
-    arbiter = Arbiter(budget(queue_depth=0))
-    arbiter.plan([want(1, need_by=1.0)], View(), 0.0)
+    arbiter = Arbiter(budget())
+    arbiter.plan([want(1, need_by=1.0)], View(free=0), 0.0)
     assert arbiter.next_wakeup() == 1.05
-    plan = arbiter.plan([], View(), 1.05)
+    plan = arbiter.plan([], View(free=0), 1.05)
     assert [(r.reason, r.was_waiting) for r in plan.refusals] == [("over_budget", True)]
     assert (arbiter.num_waiting, arbiter.next_wakeup()) == (0, None)
 
 
 def test_what_arrived_by_other_means_while_waiting_is_not_fetched():
-    arbiter = Arbiter(budget(queue_depth=0))
-    arbiter.plan([want(1), want(2)], View(), 0.0)
-    plan = arbiter.plan([], View(elsewhere={1: "staging", 2: "gone"}), 0.1)
-    assert reasons(plan) == ["resident", "gone"]
+    arbiter = Arbiter(budget(queue_depth=1))
+    arbiter.plan([want(0), want(1), want(2)], View(), 0.0)
+    meanwhile = View(elsewhere={1: "staging", 2: "gone"})
+    assert reasons(arbiter.plan([], meanwhile, 0.1)) == []  # nothing could start: nothing is looked at
+    arbiter.answered(0)
+    assert reasons(arbiter.plan([], meanwhile, 0.2)) == ["resident", "gone"]
+
+
+def test_with_the_queue_full_only_an_answer_can_change_anything():
+    arbiter = Arbiter(budget(queue_depth=1))
+    arbiter.plan([want(1, need_by=1.0), want(2, need_by=1.0)], View(), 0.0)
+    assert arbiter.next_wakeup() is None and not arbiter.is_ready(9.0)
+    arbiter.answered(0)
+    assert arbiter.is_ready(9.0)
+    assert reasons(arbiter.plan([], View(), 9.0)) == ["over_budget"]
 
 
 def test_waiting_room_is_bounded():
