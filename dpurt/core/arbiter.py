@@ -26,14 +26,14 @@ in quanta of `quantum_s`, so that deadlines rule; within a quantum by value per 
 where the time saved is that of the demand read or of the recompute, whichever is shorter. Ties are broken by need,
 then by job number, so a replay repeats itself.
 
-Issue. While the queue is full nothing is looked at. The first waiting one goes to the device while there is bandwidth left after what demand reads
-have queued (a token bucket: demand is always first), and staging for it. A prefetch holds up each demand read that
-comes behind it for its whole length, and saves one at best. So while demand reads are queued, or were within
-`quiet_s`, only sure ones that must start within `pressing_s` are issued, and none past the first in the order that
-need not; the others wait for a quiet moment. One that waits past its use
-is refused ``over_budget``; one that is not worth `hysteresis` more than the block which would have to leave for it
-(the view's `price`) ``not_worth_room``. Those nearly certain (`CERTAIN`) need only be worth more. So prefetch never
-throws out what it will want next.
+Issue. While the queue is full nothing is looked at. The first waiting one goes to the device while there is bandwidth
+left after what demand reads have queued (a token bucket: demand is always first), and staging for it. A prefetch
+holds up each demand read that comes behind it for its whole length, and saves one at best. So while demand reads are
+queued, or were within `quiet_s`, only sure ones that must start within `pressing_s` are issued, and none past the
+first in the order that need not; the others wait for a quiet moment. One that waits past its use is refused
+``over_budget``; one that is not worth `hysteresis` more than the block which would have to leave for it (the view's
+`price`) ``not_worth_room``. Those nearly certain (`CERTAIN`) need only be worth more. So prefetch never throws out
+what it will want next.
 
 Throttle. For each predictor the arbiter keeps what it promised (the sum of probabilities of its issued jobs)
 and what came true, both forgotten slowly. Their ratio, at most 1, scales its later probabilities: a predictor
@@ -307,7 +307,9 @@ class Arbiter:
         probability = prediction.probability * self._records[prediction.predictor].factor
         reason = self._objection(prediction, probability, device_free)
         if recompute_s is not None:
-            if reason is None and self._is_computed(prediction, num_bytes, recompute_s, now, device_free + read_s):
+            if reason is None and self._is_computed(
+                prediction, num_bytes, recompute_s, now, device_free + read_s
+            ):
                 reason = "recompute_cheaper"
             if recompute_s < read_s:
                 saved_s = recompute_s

@@ -255,7 +255,8 @@ def test_what_arrived_by_other_means_while_waiting_is_not_fetched():
 def test_with_the_queue_full_only_an_answer_can_change_anything():
     arbiter = Arbiter(budget(queue_depth=1))
     arbiter.plan([want(1, need_by=1.0), want(2, need_by=1.0)], View(), 0.0)
-    assert arbiter.next_wakeup() is None and not arbiter.is_ready(9.0)
+    assert arbiter.next_wakeup() is None
+    assert not arbiter.is_ready(9.0)
     arbiter.answered(0)
     assert arbiter.is_ready(9.0)
     assert reasons(arbiter.plan([], View(), 9.0)) == ["over_budget"]
