@@ -18,7 +18,7 @@ of a chain, which is often partial and changes, counts for as often as it was se
 
 As an `Outlook` it answers `worth`, and is told what is resident (`came`, `left`). As a `Predictor` it looks around every
 `LOOK_S` and predicts absent blocks, as long as each is worth more than the block which would have to leave for it by
-`MARGIN`; no more in a look than `GROWTH` times what came of the last one's wishes, since more cannot be fetched. With
+`MARGIN`; no more in a look than `GROWTH` times what landed since the last one, since more cannot be fetched. With
 `fetches` false it is an outlook only.
 
 A request continues the stream that last held the last block it matched, if it matched all of it but its last two
@@ -50,6 +50,7 @@ from dpurt.core.events import (
     Paused,
     Resumed,
     SequenceGone,
+    Staged,
     Stored,
 )
 from dpurt.core.eviction import least
@@ -245,7 +246,7 @@ class Returns:
 
     name = "cross_request"
     interests: frozenset[type[Event]] = frozenset(
-        {Arrived, Consumed, Stored, Paused, Resumed, Finished, SequenceGone, Dropped}
+        {Arrived, Consumed, Stored, Paused, Resumed, Finished, SequenceGone, Staged, Dropped}
     )
     LOOK_S = 0.5
     RENEW_S = 1.0  # worths' age at most; arrivals, reads and ends count at once
@@ -293,7 +294,8 @@ class Returns:
         self._look_at: float | None = None
         self._reach = self.MIN_REACH
         self._level = 0.0  # what the first block was worth that the last look left out
-        self._asked_for: Ints = np.zeros(0, np.int64)  # rows, at the last look
+        self._landed = 0
+        self._asked_for: set[int] = set()  # at the last look
         self._popular_from = 0.0
 
     # --- the outlook
@@ -319,7 +321,9 @@ class Returns:
     # --- the predictor
 
     def observe(self, event: Event, now: float) -> None:
-        if isinstance(event, Consumed):  # the most frequent first
+        if isinstance(event, Staged):  # the most frequent first
+            self._landed += event.block in self._asked_for
+        elif isinstance(event, Consumed):
             stream = self._of_sequence.get(event.sequence)
             if stream is not None:
                 self._pass(stream, event.first + event.count)
@@ -358,11 +362,12 @@ class Returns:
             return []
         self._look_at = now + self.LOOK_S
         self._refresh(now)
-        num_came = int(np.count_nonzero(self._rows.is_resident[self._asked_for]))
-        self._reach = min(self.MAX_REACH, max(self.MIN_REACH, self.GROWTH * num_came + 8))
+        self._reach = min(self.MAX_REACH, max(self.MIN_REACH, self.GROWTH * self._landed + 8))
+        self._landed = 0
         is_full = now - self._asked_at <= self.FULL_S
-        wanted = self._asked_for = self._wanted(is_full)
+        wanted = self._wanted(is_full)
         blocks, worths = self._rows.block[wanted].tolist(), self._worths(wanted).tolist()
+        self._asked_for = set(blocks)
         need_by = now + self.LOOK_S
         return [
             Prediction(block, None, need_by, self._lasting(worth), self.name, None, self._owner(row), worth)

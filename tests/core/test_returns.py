@@ -18,6 +18,7 @@ from dpurt.core.events import (
     Paused,
     Resumed,
     SequenceGone,
+    Staged,
     Stored,
 )
 from dpurt.core.return_model import (
@@ -321,12 +322,12 @@ class TestPredictions:
         said = returns.predict(returns.next_wakeup())
         assert [p.block for p in said] == [1]  # for 14, which as a tail is worth half
 
-    def test_a_look_asks_for_no_more_than_some_times_what_came_of_the_last_ones_wishes(self):
+    def test_a_look_asks_for_no_more_than_some_times_what_landed_since_the_last(self):
         returns = Returns()
         turn(returns, 1, [], range(1000), 0.0)
         assert len(returns.predict(returns.next_wakeup())) == Returns.MIN_REACH
         for block in range(100):  # of which those asked for count
-            returns.came(block)
+            returns.observe(Staged(block, block), 1.0)
         assert len(returns.predict(returns.next_wakeup())) == Returns.GROWTH * Returns.MIN_REACH + 8
 
     @pytest.mark.parametrize("seed", range(8))
