@@ -296,6 +296,7 @@ class Returns:
         self._level = 0.0  # what the first block was worth that the last look left out
         self._landed = 0
         self._asked_for: set[int] = set()  # at the last look
+        self._branches: Ints = np.zeros(0, np.int64)  # rows of blocks that were popular, ever
         self._popular_from = 0.0
 
     # --- the outlook
@@ -456,7 +457,9 @@ class Returns:
         if now - self._popular_from > 20 * self.POPULAR_S:
             self._rows.popular *= math.exp((self._popular_from - now) / self.POPULAR_S)
             self._popular_from = now
-        self._rows.popular[rows] += math.exp((now - self._popular_from) / self.POPULAR_S)
+        at, popular = np.array(rows, np.int64), self._rows.popular
+        self._branches = np.concatenate([self._branches, at[popular[at] == 0.0]])
+        popular[at] += math.exp((now - self._popular_from) / self.POPULAR_S)
 
     def _expect(self, stream: _Stream, chance: float) -> None:
         """Its blocks' worths follow at once; all that age changes follows with the next refresh."""
@@ -568,6 +571,7 @@ class Returns:
         is_used = (rows.slot != rows.nobody) | rows.is_resident | (rows.ahead > 0)
         for row in [row for row in rows.of.values() if not is_used[row]]:
             rows.forget(row)
+        self._branches = np.flatnonzero(rows.popular)
         self._worth_at = -math.inf
 
     def _dropped(self, block: int) -> None:
@@ -591,8 +595,7 @@ class Returns:
         self._slots.chance[running] = self._running_chances(running, now)
         share = self.window_s / self.POPULAR_S * math.exp((self._popular_from - now) / self.POPULAR_S)
         self._pairs.add_up()
-        used = slice(0, len(self._rows))
-        self._rows.worth[used] += share * self._rows.popular[used]
+        self._rows.worth[self._branches] += share * self._rows.popular[self._branches]
         self._worth_at = now
 
     def _refit(self, now: float) -> None:
