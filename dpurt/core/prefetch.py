@@ -10,7 +10,7 @@ Contract with the caller (an agent, or the replay):
 - Each `Fetch` is answered by exactly one `Staged` or `FetchFailed`, also after a `CancelFetch` for it, which
   is a wish.
 - `Demanded` tells every need of a block, demand reads and hits alike, and where the block was; `Evicted` and
-  `Dropped` every departure. Without them the ledger is wrong, and nothing else.
+  `Dropped` every departure (but those it does not heed). Without them the ledger is wrong, and nothing else.
 - `tick` is called at `next_wakeup()` or somewhat later. Prefetch is advice: nothing breaks if it is not.
 
 Sequences. Jobs are remembered with the sequences that wait for them until they land. When a sequence
@@ -135,6 +135,7 @@ class PrefetchCore:
         self.view = view
         self._predictors = tuple(predictors)
         self._kinds: dict[type[Event], _Kind] = {}
+        self._hears_evictions = any(Evicted in predictor.interests for predictor in predictors)
         self._said_at = math.inf  # when a predictor will speak without an event
         self._note_wakeups()
         self._wakeup: float | None = None
@@ -212,6 +213,10 @@ class PrefetchCore:
             if due < earliest:
                 earliest = due
         return None if earliest == math.inf else earliest
+
+    def heeds_eviction(self, block: int) -> bool:
+        """`Evicted` of this block would tell the ledger or a predictor something; need not be told otherwise."""
+        return self._hears_evictions or self.ledger.follows(block)
 
     def is_wanted(self, block: int, now: float) -> bool:
         """A live sequence is expected to ask for the block soon. Holds for the present call."""

@@ -549,7 +549,7 @@ class _Run:
     def _evicted(self, block: int) -> None:
         if self._oracle is not None:
             self._oracle.absent(block)
-        if self.core is not None and (self._oracle is not None or self.core.ledger.follows(block)):
+        if self.core is not None and self.core.heeds_eviction(block):
             self._outbox.append(Evicted(block))
 
     def _not_kept(self, block: int) -> None:

@@ -98,6 +98,21 @@ def test_one_fetch_serves_all_waiters_and_survives_all_but_the_last():
     assert cancelled == [CancelFetch(0), CancelFetch(1), CancelFetch(2), CancelFetch(3)]
 
 
+def test_departures_are_heeded_while_a_job_of_the_block_is_open_or_a_predictor_listens():
+    core = make_core()
+    arrive(core)
+    core.handle(Staged(1, 0), 0.1)
+    assert core.heeds_eviction(1)
+    assert not core.heeds_eviction(9)
+    core.handle(Demanded(1, 1, "staging"), 0.2)
+    assert not core.heeds_eviction(1)
+
+    class Listener(SlidingWindow):
+        interests = SlidingWindow.interests | {Evicted}
+
+    assert make_core(predictors=[Listener(4)]).heeds_eviction(9)
+
+
 def test_ending_a_sequence_books_its_prefetches_as_cancelled_before_the_call_returns():
     core = make_core(queue_depth=1)
     arrive(core)
