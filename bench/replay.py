@@ -27,8 +27,9 @@ RUNS = 3
 
 def run(quick: bool) -> BenchResult:
     """Measure every policy; `quick` replays the first 400 requests of the slice, once."""
-    whole = Path(os.environ.get(FOLDER, "")) / WHOLE
-    trace = whole if whole.is_file() and not quick else SLICE
+    folder = os.environ.get(FOLDER)
+    whole = Path(folder) / WHOLE if folder and not quick else SLICE
+    trace = whole if whole.is_file() else SLICE
     requests = list(read_mooncake(trace, limit=400 if quick else None))
     scenario = Scenario()
     result = BenchResult(

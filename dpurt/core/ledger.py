@@ -367,6 +367,10 @@ class Ledger:
         expected = [job for job, record in self._open.items() if record.state is not WAITING]
         assert sorted(located) == sorted(expected), "block table and open jobs disagree"
         assert all(self._of_block.values()), "empty entry in the block table"
+        assert sorted(self._expiries) == sorted(self._expiring), "expiries and their jobs disagree"
+        expiring = [job for jobs in self._expiring.values() for job in jobs]
+        assert len(expiring) == self._num_expiring, "expiring jobs are miscounted"
+        assert self._open.keys() <= set(expiring), "an open job never expires"
 
     # --- inside
 

@@ -9,8 +9,8 @@ Contract with the caller (an agent, or the replay):
 
 - Each `Fetch` is answered by exactly one `Staged` or `FetchFailed`, also after a `CancelFetch` for it, which
   is a wish.
-- `Demanded` tells every need of a block, demand reads and hits alike, and where the block was; `Evicted` and
-  `Dropped` every departure (but those it does not heed). Without them the ledger is wrong, and nothing else.
+- `Demanded` tells every need of a block, demand reads and hits alike, and where the block was; `Evicted` each time it
+  leaves staging (where `heeds_eviction`, at least), `Dropped` the device. Without them the ledger is wrong, and nothing else.
 - `tick` is called at `next_wakeup()` or somewhat later. Prefetch is advice: nothing breaks if it is not.
 
 Sequences. Jobs are remembered with the sequences that wait for them until they land. When a sequence

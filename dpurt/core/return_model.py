@@ -55,7 +55,9 @@ AGE_EDGES = np.array(
 NUM_AGES = len(AGE_EDGES) - 1
 AGE_WIDTHS = np.diff(AGE_EDGES)
 AGE_MIDS = np.sqrt((AGE_EDGES[:-1] + 0.5) * (AGE_EDGES[1:] + 0.5))
-_BIN_OF_SECOND = np.minimum(AGE_EDGES.searchsorted(np.arange(3601), side="right") - 1, NUM_AGES - 1)
+_BIN_OF_SECOND = np.minimum(
+    AGE_EDGES.searchsorted(np.arange(AGE_EDGES[-1] + 1), side="right") - 1, NUM_AGES - 1
+)
 
 
 def age_bins(ages: Floats) -> Ints:

@@ -86,7 +86,7 @@ class ReplayStaging:
 
     def land(self, block: int, now: float, by_prefetch: bool) -> None:
         """A block for which a place was reserved is here."""
-        self.reserved -= 1
+        self.unreserve()
         self.resident[block] = by_prefetch
         self.policy.insert(block, now)
         self.policy.unhold(block)

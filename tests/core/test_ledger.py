@@ -141,12 +141,15 @@ def test_rows_beyond_the_bound_are_booked_together_and_still_add_up():
     assert ledger.totals(tenant=OTHERS.tenant).refused == 97
 
 
-def test_settled_jobs_leave_nothing_behind():
+@pytest.mark.parametrize("spacing_s", [0.0, 1.0])
+def test_settled_jobs_leave_nothing_behind(spacing_s):
     ledger = Ledger()
     for job in range(10_000):
-        staged(ledger, job, block=job, need_by=float(job))
+        staged(ledger, job, block=job, need_by=spacing_s * job)
         ledger.demanded(job, None, "staging", A, 7.0)
     assert len(ledger._expiries) < 200
+    assert sum(map(len, ledger._expiring.values())) < 200
+    ledger.check_integrity()
     assert (ledger._open, ledger._of_block) == ({}, {})
 
 
