@@ -155,6 +155,8 @@ class PrefixIndex:
 
     def resident_prefix(self, ids: I32) -> int:
         """How many leading blocks have every shard in staging or on the bdev."""
+        if not len(ids):  # what a new prompt finds, and numpy takes its time over
+            return 0
         resident = self.are_resident(ids)
         return len(ids) if resident.all() else int(resident.argmin())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
@@ -165,7 +165,8 @@ async def test_a_question_that_is_here_is_answered_in_one_turn_of_the_loop() -> 
     theirs.close()
 
 
-async def test_a_client_of_many_small_chunks_lets_others_have_their_turn() -> None:
+async def test_a_body_that_never_ceases_lets_others_have_their_turn_and_is_refused() -> None:
+    """Chunks may say more of themselves than they bring."""
     async with server() as port:
         turns = 0
 
@@ -176,12 +177,92 @@ async def test_a_client_of_many_small_chunks_lets_others_have_their_turn() -> No
                 turns += 1
 
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream, trio.open_nursery() as nursery:
-            head = b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-            await stream.send_all(head + b"1\r\nx\r\n" * SMALL + b"0\r\n\r\n")
             nursery.start_soon(others)
-            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200")
+            before = turns
+            await stream.send_all(b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            sent = 0
+            with trio.fail_after(10), suppress(trio.BrokenResourceError):
+                while True:
+                    await stream.send_all(b"1;" + b"x" * 4000 + b"\r\nx\r\n")
+                    sent += 1
             nursery.cancel_scope.cancel()
-        assert turns >= SMALL // 2
+        assert turns > before
+        assert await http.get(f"http://127.0.0.1:{port}/still") == b"GET /still "
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + (b"1;" + b"y" * 3000 + b"\r\nx\r\n") * 9,
+        b"POST /c HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: " + b"y" * 20_000,
+    ],
+)  # fmt: skip
+async def test_what_frames_a_body_is_bounded_too(request_bytes: bytes) -> None:
+    async with server() as port:
+        assert (await said(port, request_bytes)).startswith(b"HTTP/1.1 413")
+
+
+async def test_an_upgrade_that_nobody_makes_is_answered_as_if_it_were_not_asked_for() -> None:
+    async with server() as port:
+        head = b"GET /u HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+        answer = await said(port, head)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"GET /u ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\nto the end", b"to the end"),
+        (b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", b"ok"),
+        (b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", b"ok"),
+    ],
+)  # fmt: skip
+async def test_an_answer_ends_where_it_says_or_with_its_connection(answer: bytes, expected: bytes) -> None:
+    assert await _answered(answer) == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"what is this\r\n\r\n",
+    ],
+)
+async def test_an_answer_that_is_cut_or_nonsense_is_malformed(answer: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        await _answered(answer)
+
+
+async def test_no_answer_is_none() -> None:
+    with pytest.raises(NodeUnavailable, match="nothing"):
+        await _answered(b"")
+
+
+async def _answered(answer: bytes) -> bytes:
+    """What `get` makes of it."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(answer)
+        await stream.aclose()
+
+    listeners = await http.listen("127.0.0.1:0")
+    outcome: list[bytes | Exception] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, serve, listeners)
+        with trio.fail_after(10):
+            try:
+                outcome.append(await http.get(f"http://127.0.0.1:{http.port_of(listeners)}/"))
+            except (NodeUnavailable, RemoteProtocolError) as error:
+                outcome.append(error)
+        nursery.cancel_scope.cancel()
+    [found] = outcome
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
