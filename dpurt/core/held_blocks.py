@@ -9,13 +9,14 @@ hash to its segment, and says by that who is held; another from a hash to the se
                  A  A  A  A  B         below[h1]     segment B: h4
 
 A question walks from the root: the next block's tokens find a segment (those that were never asked for have their first
-block read now), the rest of it is compared in one piece, and so on below the last equal block. Who has time to spare reads
-long segments beforehand (`read_ahead`). A hash only leads to
+block read now), the rest of it is compared in one piece, and so on below the last equal block. Who has time to spare does
+beforehand what was put off (`work_ahead`). A hash only leads to
 tokens, which are compared exactly; none stands for them.
 
-What is not held is not kept, but for blocks amid a segment: they stand there as *gone*, until they are told again or the segment
-goes with its last held block. So a block stands in one segment at most, and one way leads to it. What is below a block that
-went waits for it to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not
+A block that is removed is not held from then on, but its segment hears of that later (`_left`): when a question or the block itself
+leads there, when there is time to spare, or when too many wait. What is not held is not kept then, but for blocks amid a segment:
+they stand there as *gone*, until they are told again or nothing is held behind them. So a block stands in one segment at most, and one
+way leads to it. What is below a block that went waits for it to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not
 matter: a child may come before its parent. A block that was told without tokens is held, but no prompt leads to it until it is
 told with them.
 
@@ -27,14 +28,17 @@ Left to others: what a hash is, whose blocks these are, what was lost. Single-th
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import groupby, repeat
-from typing import NamedTuple, Protocol, TypeAlias
+from itertools import groupby, islice, repeat
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 _FEW = 8  # blocks whose tokens are read quickly enough when a question leads to them
 _PIECE_BYTES = 65_536  # compared at once
+_MOST_LEFT = 1 << 15  # blocks of a tier whose segments have not heard that they went
+_SETTLED_AT_ONCE = 1024
 _SHIFT, _MASK, _ONE = (
     (0, 32),
     0xFFFF_FFFF,
@@ -166,6 +170,7 @@ class HeldBlocks:
             (hbm, cpu, _ONE[0]),
             (cpu, hbm, _ONE[1]),
         )  # of a tier: its own, the other's, what counts one
+        self._left: tuple[dict[Hashable, _Segment], dict[Hashable, _Segment]] = ({}, {})  # see above; by tier
         self._gone: dict[Hashable, _Segment] = {}  # stand amid a segment, and are held in no tier
         self._tips: dict[
             Hashable, _Segment
@@ -202,6 +207,7 @@ class HeldBlocks:
     ) -> None:
         """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
         mine, other, one = self._sides[tier]
+        self._settle_these(hashes)
         grown = None if label else self._tips.get(above)
         segment = grown or _Segment(above, list(hashes), [(told, len(hashes))], label)
         if (
@@ -242,8 +248,11 @@ class HeldBlocks:
         mine, other, one = self._sides[tier]
         tips, before = self._tips, len(mine)
         segment = tips.get(above)
+        in_hbm, in_cpu = self._left
         if (
             segment is None
+            or block_hash in in_hbm
+            or block_hash in in_cpu
             or block_hash in other
             or block_hash in self._gone
             or block_hash in self._below
@@ -258,8 +267,15 @@ class HeldBlocks:
         segment.told.append(told)
         segment.held += one
 
-    def read_ahead(self, max_blocks: int) -> bool:
-        """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
+    def work_ahead(self, max_blocks: int) -> bool:
+        """Do what was put off and no question led to yet, so that one that does need not; whether more is left to do.
+
+        Segments hear what they lost; then about `max_blocks` blocks' tokens are read.
+        """
+        for tier, left in zip(HostTier, self._left, strict=True):
+            if left:
+                self._settle(tier, _SETTLED_AT_ONCE)
+                return True
         while self._unread and max_blocks > 0:
             segment = next(iter(self._unread))
             if segment.told:
@@ -284,6 +300,7 @@ class HeldBlocks:
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
         mine = self._held[tier]
+        self._settle_these((block_hash,))
         if block_hash not in mine:
             segment = mine[block_hash] = self._standing(block_hash)
             if segment is not None:
@@ -291,51 +308,70 @@ class HeldBlocks:
 
     def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
         """Blocks are no longer held; those that were not are passed over."""
-        found = list(map(self._held[tier].pop, hashes, repeat(None)))
+        found: list[Any] = list(map(self._held[tier].pop, hashes, repeat(None)))
         if len(found) > 1 and found[0] is found[1]:
             self._lose_runs(hashes, found, tier)
+            return
+        left = self._left[tier]
+        if all(found):
+            left.update(zip(hashes, found, strict=True))
         else:
-            self._lose(hashes, found, tier)
+            left.update(pair for pair in zip(hashes, found, strict=True) if pair[1])
+        if len(left) > _MOST_LEFT:
+            self._settle(tier, _SETTLED_AT_ONCE)
 
     def _lose_runs(self, hashes: Sequence[Hashable], found: list[_Segment | None], tier: HostTier) -> None:
-        """Segments lost blocks: many at a time, mostly from their ends and the last one first."""
-        _, other, one = self._sides[tier]
+        """Blocks of few segments: these hear of it at once."""
         at = 0
         for segment, run in groupby(found):
             size = len(list(run))
             went, at = hashes[at : at + size], at + size
-            if segment is None:
-                continue
-            left = segment.held - size * one
-            if not left:
-                self._end(segment)
-            elif not other and segment.hashes[-size:] == went[::-1]:
-                segment.held = left
-                self._let_stay(segment)
-                del segment.hashes[-size:]
-            else:
-                self._lose(went, repeat(segment, size), tier)
+            if segment is not None:
+                self._lose(segment, went, tier)
 
-    def _lose(self, hashes: Sequence[Hashable], found: Iterable[_Segment | None], tier: HostTier) -> None:
-        """Each of these segments lost a block."""
+    def _settle(self, tier: HostTier, most: int) -> None:
+        """Let segments know of some blocks that they lost, those first that went first."""
+        left = self._left[tier]
+        lost: defaultdict[_Segment, list[Hashable]] = defaultdict(list)
+        for block_hash in list(islice(left, most)):
+            lost[left.pop(block_hash)].append(block_hash)
+        for segment, went in lost.items():
+            self._lose(segment, went, tier)
+
+    def _settle_these(self, hashes: Sequence[Hashable]) -> None:
+        """The same of these blocks, as far as it is due."""
+        for tier, left in zip(HostTier, self._left, strict=True):
+            if left and not left.keys().isdisjoint(hashes):
+                for block_hash in reversed(hashes):
+                    if segment := left.pop(block_hash, None):
+                        self._lose(segment, [block_hash], tier)
+
+    def _lose(self, segment: _Segment, went: Sequence[Hashable], tier: HostTier) -> None:
+        """A segment lost these blocks, mostly from its end and the last one first."""
         _, other, one = self._sides[tier]
-        for block_hash, segment in zip(hashes, found, strict=True):
-            if segment is None:
-                continue
-            segment.held = left = segment.held - one
-            if not left:
-                self._end(segment)
-            elif other and block_hash in other:
-                continue
-            elif (standing := segment.hashes)[-1] == block_hash:
-                if segment.grows:
-                    self._let_stay(segment)
-                standing.pop()
-            else:
-                self._gone[block_hash] = segment
+        other_left = self._left[1 - tier]
+        segment.held -= len(went) * one
+        if not segment.held:
+            self._end(segment)
+            return
+        if other or other_left:
+            went = [
+                block_hash for block_hash in went if block_hash not in other and block_hash not in other_left
+            ]
+        standing, gone = segment.hashes, self._gone
+        if went and standing[-len(went) :] == went[::-1]:
+            self._let_stay(segment)
+            del standing[-len(went) :]
+        else:
+            gone.update(dict.fromkeys(went, segment))
+        while gone and (last := standing[-1]) in gone:
+            self._let_stay(segment)
+            del standing[-1], gone[last]
 
     def clear(self, tier: HostTier) -> None:
         """Nothing is held in that tier any more."""
+        for each in HostTier:
+            self._settle(each, len(self._left[each]))
         self._held[tier].clear()
         segments = [segment for branches in self._below.values() for segment in branches.all()]
         self._below, self._gone = {}, {}
@@ -358,15 +394,21 @@ class HeldBlocks:
         self, above: Hashable, tokens: bytes, at: int, stop: int, label: bytes
     ) -> tuple[_Segment, int] | None:
         """The segment below `above` with the next block of a prompt, and how many of its blocks are the prompt's."""
-        branches = self._below.get(above)
-        if branches is None:
-            return None
-        found = branches.find(label + tokens[at : at + self.width], self._codec, self.width)
+        key = label + tokens[at : at + self.width]
+        found = self._find(above, key)
+        if any(self._left):
+            for segment in list(found):
+                self._settle_these(segment.hashes[:])
+            found = self._find(above, key)
         counts = [(self._common(segment, tokens, at, stop), segment) for segment in found]
         if not counts:
             return None
         count, segment = max(counts, key=_first)
         return segment, count
+
+    def _find(self, above: Hashable, key: bytes) -> Sequence[_Segment]:
+        branches = self._below.get(above)
+        return branches.find(key, self._codec, self.width) if branches else ()
 
     def _common(self, segment: _Segment, tokens: bytes, at: int, stop: int) -> int:
         """How many blocks of a segment, whose first is there, are at `tokens[at:stop]`."""
@@ -451,12 +493,15 @@ class HeldBlocks:
 
     def check_integrity(self) -> None:
         """AssertionError, with what is wrong, unless segments and tiers agree. Slow: for tests."""
+        left = self._left[0].keys() | self._left[1].keys()
         segments = [segment for branches in self._below.values() for segment in branches.all()]
         for above, branches in self._below.items():
             assert branches.new or branches.known, "an empty branch was kept"
             assert all(segment.above == above for segment in branches.all()), "a segment is at a wrong place"
         for tier in HostTier:
             told = [segment for segment in self._held[tier].values() if segment is not None]
+            assert self._left[tier].keys().isdisjoint(self._held[tier]), f"{tier}: a block is held, and left"
+            told += self._left[tier].values()
             for segment in segments:
                 assert segment.count(tier) == told.count(segment), f"{tier}: a segment miscounts its blocks"
             assert all(segment in segments for segment in told), (
@@ -474,7 +519,9 @@ class HeldBlocks:
             "a gone block is where it does not stand"
         )
         held = self._held[0].keys() | self._held[1].keys()
-        assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
+        assert standing.keys() <= held | self._gone.keys() | left, (
+            "a block that stands is neither held nor gone"
+        )
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
         assert all(
             segment.grows == (self._tips.get(segment.hashes[-1]) is segment) for segment in segments

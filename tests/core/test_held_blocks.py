@@ -75,8 +75,8 @@ class Holding(RuleBasedStateMachine):
         self.told -= {chain for _, chain in gone if not any((tier, chain) in self.truth for tier in HostTier)}
 
     @rule(blocks=st.integers(0, 4))
-    def read_ahead(self, blocks: int) -> None:
-        self.held.read_ahead(blocks)
+    def work_ahead(self, blocks: int) -> None:
+        self.held.work_ahead(blocks)
 
     @rule(chain=chains)
     def a_prompt_is_held_as_far_as_told(self, chain: Chain) -> None:
@@ -154,14 +154,14 @@ def test_what_was_told_in_large_pieces_is_read_ahead_a_little_at_a_time() -> Non
         held.store(
             at - 1 if at else None, list(range(at, at + 10)), tokens(*range(at, at + 10)), HostTier.HBM
         )
-    assert held.read_ahead(15)
-    assert not held.read_ahead(20)
+    assert held.work_ahead(15)
+    assert not held.work_ahead(20)
     assert held.leading(None, tokens(*range(40))) == Leading(40, 40)
     held.store(39, [40], tokens(40), HostTier.HBM)
-    assert not held.read_ahead(1)
+    assert not held.work_ahead(1)
     held.store(None, list(range(100, 120)), tokens(*range(100, 120)), HostTier.HBM)
     held.remove(list(range(100, 120)), HostTier.HBM)
-    assert not held.read_ahead(0)
+    assert not held.work_ahead(0)
 
 
 def test_a_part_of_a_block_is_no_block() -> None:
