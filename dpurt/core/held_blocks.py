@@ -10,15 +10,15 @@ hash to its segment, and says by that who is held; another from a hash to the se
 
 A question walks from the root: the next block's tokens find a segment (those that were never asked for have their first
 block read now), the rest of it is compared in one piece, and so on below the last equal block. Who has time to spare does
-beforehand what was put off (`work_ahead`). A hash only leads to
-tokens, which are compared exactly; none stands for them.
+beforehand what was put off (`work_ahead`). A hash only leads to tokens, which are compared exactly; none stands for them.
 
-A block that is removed is not held from then on, but its segment hears of that later (`_left`): when a question or the block itself
-leads there, when there is time to spare, or when too many wait. What is not held is not kept then, but for blocks amid a segment:
-they stand there as *gone*, until they are told again or nothing is held behind them. So a block stands in one segment at most, and one
-way leads to it. What is below a block that went waits for it to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not
-matter: a child may come before its parent. A block that was told without tokens is held, but no prompt leads to it until it is
-told with them.
+A block that is held no more is not kept, unless it stands amid a segment: there it is *gone*, until it is told again or nothing
+behind it is held. So a block stands in one segment at most, and one way leads to it. What is below a block that went waits for it
+to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not matter: a child may
+come before its parent. A block that was told without tokens is held, but no prompt leads to it until it is told with them.
+
+Evictions of many segments in turn would be as many places in memory to visit: there blocks are only entered as gone, and their
+segments are *unsettled*: they count them, and stand, until a question leads there, there is time, or too many wait.
 
 A segment's first block may have a *label*, bytes that it has besides its tokens (a cache salt, an image): a question must name it.
 
@@ -28,16 +28,16 @@ Left to others: what a hash is, whose blocks these are, what was lost. Single-th
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import groupby, islice, repeat
+from itertools import groupby, repeat
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 _FEW = 8  # blocks whose tokens are read quickly enough when a question leads to them
 _PIECE_BYTES = 65_536  # compared at once
-_MOST_LEFT = 1 << 15  # blocks of a tier whose segments have not heard that they went
+_MOST_UNSETTLED = 1 << 15  # blocks that went
 _SETTLED_AT_ONCE = 1024
 _SHIFT, _MASK, _ONE = (
     (0, 32),
@@ -170,13 +170,14 @@ class HeldBlocks:
             (hbm, cpu, _ONE[0]),
             (cpu, hbm, _ONE[1]),
         )  # of a tier: its own, the other's, what counts one
-        self._left: tuple[dict[Hashable, _Segment], dict[Hashable, _Segment]] = ({}, {})  # see above; by tier
         self._gone: dict[Hashable, _Segment] = {}  # stand amid a segment, and are held in no tier
         self._tips: dict[
             Hashable, _Segment
         ] = {}  # what is told below one of these becomes part of the segment it ends
         self._below: dict[Hashable, _Branches] = {}
         self._unread: dict[_Segment, None] = {}  # told much at once, and not read
+        self._unsettled: deque[tuple[list[_Segment], HostTier]] = deque()  # lost a block each
+        self._num_unsettled = 0
 
     def __len__(self) -> int:
         """Blocks held, each tier counted."""
@@ -207,7 +208,6 @@ class HeldBlocks:
     ) -> None:
         """A chain of blocks is held. `told` are their tokens for the codec, `label` is the first one's. Telling again is harmless."""
         mine, other, one = self._sides[tier]
-        self._settle_these(hashes)
         grown = None if label else self._tips.get(above)
         segment = grown or _Segment(above, list(hashes), [(told, len(hashes))], label)
         if (
@@ -248,11 +248,8 @@ class HeldBlocks:
         mine, other, one = self._sides[tier]
         tips, before = self._tips, len(mine)
         segment = tips.get(above)
-        in_hbm, in_cpu = self._left
         if (
             segment is None
-            or block_hash in in_hbm
-            or block_hash in in_cpu
             or block_hash in other
             or block_hash in self._gone
             or block_hash in self._below
@@ -272,10 +269,9 @@ class HeldBlocks:
 
         Segments hear what they lost; then about `max_blocks` blocks' tokens are read.
         """
-        for tier, left in zip(HostTier, self._left, strict=True):
-            if left:
-                self._settle(tier, _SETTLED_AT_ONCE)
-                return True
+        if self._unsettled:
+            self._settle(_SETTLED_AT_ONCE)
+            return True
         while self._unread and max_blocks > 0:
             segment = next(iter(self._unread))
             if segment.told:
@@ -300,7 +296,6 @@ class HeldBlocks:
     def note(self, block_hash: Hashable, tier: HostTier) -> None:
         """A block is held; nothing is said of its tokens."""
         mine = self._held[tier]
-        self._settle_these((block_hash,))
         if block_hash not in mine:
             segment = mine[block_hash] = self._standing(block_hash)
             if segment is not None:
@@ -312,13 +307,21 @@ class HeldBlocks:
         if len(found) > 1 and found[0] is found[1]:
             self._lose_runs(hashes, found, tier)
             return
-        left = self._left[tier]
-        if all(found):
-            left.update(zip(hashes, found, strict=True))
-        else:
-            left.update(pair for pair in zip(hashes, found, strict=True) if pair[1])
-        if len(left) > _MOST_LEFT:
-            self._settle(tier, _SETTLED_AT_ONCE)
+        if self._held[1 - tier]:  # where they may still be
+            for block_hash, segment in zip(hashes, found, strict=True):
+                if segment is not None:
+                    self._lose(segment, (block_hash,), 1, tier)
+            return
+        if not all(found):
+            hashes = [block_hash for block_hash, segment in zip(hashes, found, strict=True) if segment]
+            found = [segment for segment in found if segment]
+        if not found:
+            return
+        self._gone.update(zip(hashes, found, strict=True))
+        self._unsettled.append((found, tier))
+        self._num_unsettled += len(found)
+        if self._num_unsettled > _MOST_UNSETTLED:
+            self._settle(_SETTLED_AT_ONCE)
 
     def _lose_runs(self, hashes: Sequence[Hashable], found: list[_Segment | None], tier: HostTier) -> None:
         """Blocks of few segments: these hear of it at once."""
@@ -327,51 +330,47 @@ class HeldBlocks:
             size = len(list(run))
             went, at = hashes[at : at + size], at + size
             if segment is not None:
-                self._lose(segment, went, tier)
+                self._lose(segment, went, size, tier)
 
-    def _settle(self, tier: HostTier, most: int) -> None:
-        """Let segments know of some blocks that they lost, those first that went first."""
-        left = self._left[tier]
-        lost: defaultdict[_Segment, list[Hashable]] = defaultdict(list)
-        for block_hash in list(islice(left, most)):
-            lost[left.pop(block_hash)].append(block_hash)
-        for segment, went in lost.items():
-            self._lose(segment, went, tier)
+    def _settle(self, most: int) -> None:
+        """Of about so many blocks, those first that went first."""
+        while self._unsettled and most > 0:
+            found, tier = self._unsettled.popleft()
+            most -= len(found)
+            self._num_unsettled -= len(found)
+            for segment, count in Counter(found).items():
+                if segment.hashes:  # else a question led there, and it is over
+                    self._lose(segment, (), count, tier)
 
-    def _settle_these(self, hashes: Sequence[Hashable]) -> None:
-        """The same of these blocks, as far as it is due."""
-        for tier, left in zip(HostTier, self._left, strict=True):
-            if left and not left.keys().isdisjoint(hashes):
-                for block_hash in reversed(hashes):
-                    if segment := left.pop(block_hash, None):
-                        self._lose(segment, [block_hash], tier)
-
-    def _lose(self, segment: _Segment, went: Sequence[Hashable], tier: HostTier) -> None:
-        """A segment lost these blocks, mostly from its end and the last one first."""
+    def _lose(self, segment: _Segment, went: Sequence[Hashable], count: int, tier: HostTier) -> None:
+        """A segment lost `count` blocks; `went`, mostly from its end and the last one first, are not gone yet."""
         _, other, one = self._sides[tier]
-        other_left = self._left[1 - tier]
-        segment.held -= len(went) * one
+        segment.held -= count * one
         if not segment.held:
             self._end(segment)
             return
-        if other or other_left:
-            went = [
-                block_hash for block_hash in went if block_hash not in other and block_hash not in other_left
-            ]
-        standing, gone = segment.hashes, self._gone
-        if went and standing[-len(went) :] == went[::-1]:
+        if other:
+            went = [block_hash for block_hash in went if block_hash not in other]
+        standing = segment.hashes
+        if went and standing[-len(went) :] == list(reversed(went)):
             self._let_stay(segment)
             del standing[-len(went) :]
         else:
-            gone.update(dict.fromkeys(went, segment))
-        while gone and (last := standing[-1]) in gone:
+            self._gone.update(dict.fromkeys(went, segment))
+        self._trim(segment)
+
+    def _trim(self, segment: _Segment) -> None:
+        """What is gone at its end stands there no more; with nothing left it is over."""
+        standing, gone = segment.hashes, self._gone
+        while standing and (last := standing[-1]) in gone:
             self._let_stay(segment)
             del standing[-1], gone[last]
+        if not standing:
+            self._end(segment)
 
     def clear(self, tier: HostTier) -> None:
         """Nothing is held in that tier any more."""
-        for each in HostTier:
-            self._settle(each, len(self._left[each]))
+        self._settle(self._num_unsettled)
         self._held[tier].clear()
         segments = [segment for branches in self._below.values() for segment in branches.all()]
         self._below, self._gone = {}, {}
@@ -396,9 +395,9 @@ class HeldBlocks:
         """The segment below `above` with the next block of a prompt, and how many of its blocks are the prompt's."""
         key = label + tokens[at : at + self.width]
         found = self._find(above, key)
-        if any(self._left):
-            for segment in list(found):
-                self._settle_these(segment.hashes[:])
+        if self._unsettled:
+            for segment in tuple(found):
+                self._trim(segment)
             found = self._find(above, key)
         counts = [(self._common(segment, tokens, at, stop), segment) for segment in found]
         if not counts:
@@ -428,9 +427,12 @@ class HeldBlocks:
 
     def _leading_in(self, segment: _Segment, count: int, tiers: tuple[HostTier, ...]) -> int:
         """How many of a segment's first `count` blocks are held in one of the tiers."""
-        if any(segment.count(tier) == len(segment.hashes) for tier in tiers):
-            return count
         dicts = [self._held[tier] for tier in tiers]
+        if self._unsettled:  # and what it counts may be too much
+            if any(all(map(held.__contains__, segment.hashes[:count])) for held in dicts):
+                return count
+        elif any(segment.count(tier) == len(segment.hashes) for tier in tiers):
+            return count
         for i in range(count):
             if not any(segment.hashes[i] in held for held in dicts):
                 return i
@@ -493,15 +495,15 @@ class HeldBlocks:
 
     def check_integrity(self) -> None:
         """AssertionError, with what is wrong, unless segments and tiers agree. Slow: for tests."""
-        left = self._left[0].keys() | self._left[1].keys()
+        over = [(segment, tier) for found, tier in self._unsettled for segment in found]
+        assert len(over) == self._num_unsettled, "what is unsettled is miscounted"
         segments = [segment for branches in self._below.values() for segment in branches.all()]
         for above, branches in self._below.items():
             assert branches.new or branches.known, "an empty branch was kept"
             assert all(segment.above == above for segment in branches.all()), "a segment is at a wrong place"
         for tier in HostTier:
             told = [segment for segment in self._held[tier].values() if segment is not None]
-            assert self._left[tier].keys().isdisjoint(self._held[tier]), f"{tier}: a block is held, and left"
-            told += self._left[tier].values()
+            told += [segment for segment, one in over if one is tier and segment.hashes]
             for segment in segments:
                 assert segment.count(tier) == told.count(segment), f"{tier}: a segment miscounts its blocks"
             assert all(segment in segments for segment in told), (
@@ -519,9 +521,7 @@ class HeldBlocks:
             "a gone block is where it does not stand"
         )
         held = self._held[0].keys() | self._held[1].keys()
-        assert standing.keys() <= held | self._gone.keys() | left, (
-            "a block that stands is neither held nor gone"
-        )
+        assert standing.keys() <= held | self._gone.keys(), "a block that stands is neither held nor gone"
         assert set(self._unread) <= set(segments), "a segment that is gone is to be read"
         assert all(
             segment.grows == (self._tips.get(segment.hashes[-1]) is segment) for segment in segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -164,6 +165,56 @@ def test_what_was_told_in_large_pieces_is_read_ahead_a_little_at_a_time() -> Non
     assert not held.work_ahead(0)
 
 
+def test_evictions_of_many_chains_in_turn_are_settled_a_little_at_a_time_or_when_there_are_too_many() -> None:
+    held, chains, length = HeldBlocks(WIDTH), 100, 20
+    for first in range(0, chains * length, length):
+        held.store(
+            None, list(range(first, first + length)), tokens(*range(first, first + length)), HostTier.HBM
+        )
+    turns = [[first + at for first in range(0, chains * length, length)] for at in range(length - 1, -1, -1)]
+    for at, turn in zip(range(length - 1, -1, -1), turns, strict=True):
+        held.remove(turn, HostTier.HBM)
+        held.check_integrity()
+        assert held.leading(None, tokens(*range(length))) == Leading(at, at)
+    assert len(held) == 0
+    below = held._below[None]
+    assert len(below.new) + sum(map(len, below.known.values())) == chains - 1  # but where a question led
+    rounds = 0
+    while held.work_ahead(0):
+        held.check_integrity()
+        rounds += 1
+    assert rounds > 1
+    assert (held._below, held._tips, held._gone) == ({}, {}, {})
+
+
+def test_what_is_unsettled_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_blocks, "_MOST_UNSETTLED", 8)
+    held = HeldBlocks(WIDTH)
+    for first in range(0, 100, 2):
+        held.store(None, [first, first + 1], tokens(first, first + 1), HostTier.HBM)
+    for first in range(0, 96, 4):
+        held.remove([first + 1, first + 3], HostTier.HBM)
+        assert held._num_unsettled <= 8
+        held.check_integrity()
+    assert held.leading(None, tokens(0, 1)) == Leading(1, 1)
+    held.store(0, [1], tokens(1), HostTier.CPU)
+    assert held.leading(None, tokens(0, 1)) == Leading(1, 2)
+    held.check_integrity()
+
+
+def test_a_block_told_again_below_one_whose_segment_has_not_heard_that_it_went_is_found() -> None:
+    held = HeldBlocks(WIDTH)
+    held.store(None, [1, 2, 3], tokens(1, 2, 3), HostTier.HBM)
+    held.store(None, [11, 12], tokens(11, 12), HostTier.HBM)
+    held.remove([3, 12, 2], HostTier.HBM)
+    held.store(1, [22], tokens(2), HostTier.HBM)  # the same tokens by another hash
+    assert held.leading(None, tokens(1, 2)) == Leading(2, 2)
+    held.remove([11, 1], HostTier.HBM)
+    held.store(None, [1, 2], tokens(1, 2), HostTier.HBM)
+    assert held.leading(None, tokens(1, 2)) == Leading(2, 2)
+    held.check_integrity()
+
+
 def test_a_part_of_a_block_is_no_block() -> None:
     held = HeldBlocks(WIDTH)
     held.store(None, [1], tokens(1), HostTier.HBM)
@@ -189,6 +240,8 @@ def test_an_end_that_goes_in_one_piece_leaves_a_beginning_that_does_not_grow() -
     assert held.leading(None, tokens(1, 2, 3)) == Leading(2, 2)
     assert held.leading(None, tokens(1, 2, 7)) == Leading(3, 3)
     held.remove([7, 2, 1], HostTier.HBM)
+    while held.work_ahead(0):
+        pass
     assert (len(held), held._below, held._tips) == (0, {}, {})
 
 
