@@ -68,6 +68,9 @@ class Zone:
     core: PrefetchCore = field(init=False)
     sequences: set[int] = field(default_factory=set)
     cancels: dict[int, trio.CancelScope] = field(default_factory=dict)  # jobs under way
+    taken: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # blocks used before their push was answered, by which sequences
     bytes_placed: int = 0
     is_open: bool = True
 
@@ -229,8 +232,14 @@ class PlacementAgent(Actor[None]):
         for zone in self._zones:
             if zone.session is session and zone.state is state and zone.shard == shard:
                 for ref in refs:
-                    zone.slots.used(ref)
-                    self._queue(zone, Demanded(ref, sequence, "staging"))
+                    if zone.slots.is_filling(ref):  # the host found it there before we heard that it is
+                        zone.taken.setdefault(ref, []).append(sequence)
+                    else:
+                        self._count_use(zone, ref, sequence)
+
+    def _count_use(self, zone: Zone, ref: int, sequence: int) -> None:
+        zone.slots.used(ref)
+        self._queue(zone, Demanded(ref, sequence, "staging"))
 
     def _on_staged(self, ref: int) -> None:
         waiter = self._staged.pop(ref, None)
@@ -296,6 +305,8 @@ class PlacementAgent(Actor[None]):
                 self._queue(
                     zone, FetchFailed(fetch.job, reason) if reason else Staged(fetch.block, fetch.job)
                 )
+                for sequence in zone.taken.pop(fetch.block, ()):
+                    self._count_use(zone, fetch.block, sequence)
 
     async def _placed(self, zone: Zone, fetch: Fetch) -> str:
         """Empty when the block is in the zone, else why not."""

@@ -86,6 +86,30 @@ async def test_what_is_on_flash_goes_both_hops_and_both_books_say_so(tmp_path: P
         await until(lambda: core.ledger.totals().timely == 4)
 
 
+async def test_a_block_taken_before_the_node_hears_that_it_has_landed_was_there_in_time(
+    tmp_path: Path, fabric: str
+):
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await client.landing_zone("s", 8)
+        await store(client, "w", 1, 2)
+        [zone] = node.placement._zones
+        place, gate = zone.writer.place, trio.Event()
+
+        async def answered_late(*args: Any, **more: Any) -> str:
+            error = await place(*args, **more)
+            await gate.wait()
+            return error
+
+        zone.writer.place = answered_late  # type: ignore[method-assign]
+        await arrive(client, node, "r", 1, 2)
+        assert sources(await client.load("r", 0, buffers(2))) == ["landing"] * 2
+        await until(lambda: len(zone.taken) == 2)
+        assert ledger(node)["open"] == 2
+        gate.set()
+        await until(lambda: ledger(node)["timely"] == 2)
+        assert not zone.taken
+
+
 async def test_the_rest_of_a_load_is_asked_for_and_every_byte_is_right(tmp_path: Path, fabric: str):
     tables = {"placement": {"lookahead_blocks": 2}}
     async with node_and_host(tmp_path, fabric, **tables) as (_, client):
