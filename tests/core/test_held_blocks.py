@@ -66,6 +66,11 @@ class Holding(RuleBasedStateMachine):
         self.held.remove((gone[::-1] if is_last_first else gone) * (1 + again), tier)
         self.lose({(tier, one) for one in gone})
 
+    @rule(gone=st.lists(chains, min_size=2, max_size=5, unique=True), tier=tiers)
+    def remove_scattered(self, gone: list[Chain], tier: HostTier) -> None:
+        self.held.remove(gone, tier)
+        self.lose({(tier, one) for one in gone})
+
     @rule(tier=tiers)
     def clear(self, tier: HostTier) -> None:
         self.held.clear(tier)
