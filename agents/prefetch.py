@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import structlog
 import trio
 
-from dpurt.core.events import Event
+from dpurt.core.events import Event, LatencyMeasured
 from dpurt.core.prefetch import CancelFetch, Command, PrefetchCore
 from dpurt.runtime.actor import Actor
 
@@ -43,13 +43,13 @@ class PrefetchAgent(Actor[None]):
         self.core = core
         self._staging = staging
         self.tape: Tape | None = None
-        self.events_seen = 0
+        self.events_seen = 0  # of requests, not of the device
         self._events: deque[tuple[Event, float]] = deque()  # with when they came, for the tape
         self._wake = trio.Event()
 
     def observe(self, event: Event) -> None:
         """Something happened. Handled soon, in order."""
-        self.events_seen += 1
+        self.events_seen += not isinstance(event, LatencyMeasured)
         if self.core is not None:
             heard = 0.0 if self.tape is None else trio.current_time()
             self._events.append((event, heard))

@@ -138,6 +138,7 @@ class RecorderAgent(Actor[None]):
             core.view = TapedView(core.view, tape)
         for slab in self._slabs():
             slab.pool.wrap_policy(_taped(slab.number, tape))
+        self._taps.staging.tell_latency_again()  # an idle node has measured it before
 
     def _take_tape(self) -> None:
         self._hand_out(None)

@@ -174,6 +174,11 @@ class StagingAgent(Actor[None]):
             self._latency_told = latency_s
             self.observe(LatencyMeasured(latency_s))
 
+    def tell_latency_again(self) -> None:
+        """For who began to listen."""
+        if self._latency_told:
+            self.observe(LatencyMeasured(self._latency_told))
+
     def break_even(self, state: SpaceState, run_blocks: int) -> str:
         """In words: what the first of a run of blocks on flash that is wanted now takes to read, and all to compute."""
         if state.recompute_s is None or not run_blocks:

@@ -24,6 +24,7 @@ from dpurt.agents.tape import Tape, TapedPolicy, TapedView
 from dpurt.bench.live_node import Shape, live_node
 from dpurt.client import Client, connect
 from dpurt.client.admin import ask
+from dpurt.core.events import LatencyMeasured
 from dpurt.core.eviction import make_policy
 from dpurt.core.identity import ROOT_KEY, chain_keys
 from dpurt.errors import ConfigError, RemoteProtocolError
@@ -33,7 +34,7 @@ from dpurt.replay.lint import lint
 from dpurt.replay.recorded import figures_of
 from dpurt.replay.recording import Recording, read_recording, requests_of
 from dpurt.testing.node import serving, small_config, small_host, small_space, spaces_of
-from dpurt.testing.node_steps import PAYLOAD, buffers, load, payloads, slots, statuses, tokens
+from dpurt.testing.node_steps import PAYLOAD, buffers, load, payloads, slots, statuses, tokens, until
 from dpurt.wire import messages as m
 from dpurt.wire import recording as r
 
@@ -216,6 +217,27 @@ async def test_a_running_node_is_recorded_on_request_and_is_as_before_afterwards
     assert lint(path) == []
     with pytest.raises(ConfigError, match="first request"):
         verify(recording)
+
+
+async def test_a_node_that_only_measured_its_device_is_recorded_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it measured before is in the recording, first of all."""
+    config = config_of(tmp_path)
+    async with serving(Node(config)) as node:
+        staging = node.staging
+        monkeypatch.setattr(node.storage, "latency_s", lambda: 0.003)
+        staging._tell_latency()
+        assert node.prefetch.core is not None
+        await until(lambda: node.prefetch.core.arbiter.latency_s == staging._latency_told)
+        path = tmp_path / "idle.recording"
+        assert node.recorder.start(path).is_fresh
+        async with connect(node.gateway.endpoint, host="host-a", spaces=spaces_of(config)) as client:
+            await traffic(client, rounds=2)
+    recording = read_recording(path)
+    told = [r.event_of(line) for line in recording.lines if isinstance(line, r.Told)]
+    assert told[0] == LatencyMeasured(0.003)
+    assert verify(recording).difference == ""
 
 
 async def test_only_one_recording_at_a_time_and_only_to_a_new_file(tmp_path: Path) -> None:
