@@ -36,7 +36,7 @@ TICK_S = 1.0
 DISCOVERY_S = 5.0
 REPLAY_STALLED_S = 3.0
 REPLAY_S = 120.0
-QUIET_S = 0.02  # without a message of any engine: time to work ahead
+QUIET_S = 0.02  # without a message of any engine: time to read ahead
 READ_BLOCKS = 128  # of each engine before others get a turn
 PAUSES_S = (1.0, 2.0, 5.0, 15.0)
 
@@ -78,7 +78,7 @@ class EnginesAgent(Actor[None]):
         self.unfound: dict[str, str] = {}  # engines whose ranks are not known, and why
         self._engines = engines
         self._geometries = geometries
-        self._heard = trio.Event()  # since what was put off was last done
+        self._heard = trio.Event()  # since tokens were last read ahead
         self._context: zmq.Context[zmq.Socket[bytes]]
 
     def stats(self) -> dict[str, object]:
@@ -114,7 +114,7 @@ class EnginesAgent(Actor[None]):
                 for engine in self._engines:
                     nursery.start_soon(self._follow_engine, engine)
                 nursery.start_soon(self._tick)
-                nursery.start_soon(self._work_ahead)
+                nursery.start_soon(self._read_ahead)
                 task_status.started()
                 await trio.sleep_forever()
 
@@ -246,8 +246,8 @@ class EnginesAgent(Actor[None]):
                 self._obey(rank, rank.core.tick(now))
                 self._watch(rank, now)
 
-    async def _work_ahead(self) -> None:
-        """When no messages come, do what was put off, a little at a time: then no question has to wait for that."""
+    async def _read_ahead(self) -> None:
+        """When no messages come, read the tokens of what was told, a little at a time: then no question has to wait for that."""
         while True:
             await self._heard.wait()
             self._heard = trio.Event()
@@ -257,7 +257,7 @@ class EnginesAgent(Actor[None]):
                     await trio.sleep(QUIET_S)
                     continue
                 is_more = any(
-                    [rank.core.residency.held.work_ahead(READ_BLOCKS) for rank in self.ranks.values()]
+                    [rank.core.residency.held.read_ahead(READ_BLOCKS) for rank in self.ranks.values()]
                 )
                 await trio.lowlevel.checkpoint()
 

@@ -35,7 +35,7 @@ from dpurt.core.events import (
     Staged,
     Where,
 )
-from dpurt.core.landing_zone import ZoneLayout, ZoneSlots
+from dpurt.core.landing_zone import Taken, ZoneLayout, ZoneSlots
 from dpurt.core.ledger import Ledger, Totals
 from dpurt.core.predictors import make_predictor
 from dpurt.core.prefetch import CancelFetch, Command, Fetch, PrefetchCore
@@ -68,9 +68,9 @@ class Zone:
     core: PrefetchCore = field(init=False)
     sequences: set[int] = field(default_factory=set)
     cancels: dict[int, trio.CancelScope] = field(default_factory=dict)  # jobs under way
-    taken: dict[int, list[int]] = field(
+    taken: dict[int, set[int]] = field(
         default_factory=dict
-    )  # blocks used before their push was answered, by which sequences
+    )  # block used before its push was answered: by whom
     bytes_placed: int = 0
     is_open: bool = True
 
@@ -233,13 +233,19 @@ class PlacementAgent(Actor[None]):
             if zone.session is session and zone.state is state and zone.shard == shard:
                 for ref in refs:
                     if zone.slots.is_filling(ref):  # the host found it there before we heard that it is
-                        zone.taken.setdefault(ref, []).append(sequence)
+                        zone.taken.setdefault(ref, set()).add(sequence)
                     else:
                         self._count_use(zone, ref, sequence)
 
     def _count_use(self, zone: Zone, ref: int, sequence: int) -> None:
         zone.slots.used(ref)
         self._queue(zone, Demanded(ref, sequence, "staging"))
+
+    def _count_early_uses(self, zone: Zone, ref: int) -> None:
+        """A push was answered; what was used before."""
+        if not zone.slots.is_filling(ref):  # by another job
+            for sequence in sorted(zone.taken.pop(ref, ())):
+                self._count_use(zone, ref, sequence)
 
     def _on_staged(self, ref: int) -> None:
         waiter = self._staged.pop(ref, None)
@@ -300,13 +306,11 @@ class PlacementAgent(Actor[None]):
                 reason = await self._placed(zone, fetch)
         finally:
             del zone.cancels[fetch.job]
-            zone.slots.failed(fetch.block)
             if zone.is_open:
                 self._queue(
                     zone, FetchFailed(fetch.job, reason) if reason else Staged(fetch.block, fetch.job)
                 )
-                for sequence in zone.taken.pop(fetch.block, ()):
-                    self._count_use(zone, fetch.block, sequence)
+                self._count_early_uses(zone, fetch.block)
 
     async def _placed(self, zone: Zone, fetch: Fetch) -> str:
         """Empty when the block is in the zone, else why not."""
@@ -336,11 +340,19 @@ class PlacementAgent(Actor[None]):
     async def _write(self, zone: Zone, ref: int, lease: Acquired) -> str:
         now = trio.current_time()
         block_id = zone.state.block_id(zone.state.unref(ref)[0])
+        if block_id < 0:
+            return "gone"
         taken = zone.slots.take(ref, lambda other: zone.core.is_wanted(other, now))
-        if block_id < 0 or taken is None:
-            return "gone" if block_id < 0 else "no_room"
+        if taken is None:
+            return "no_room"
         if taken.evicted is not None:
             self._queue(zone, Evicted(taken.evicted))
+        try:
+            return await self._fill(zone, ref, zone.state.index.key(block_id), lease, taken)
+        finally:
+            zone.slots.failed(ref)  # unless it is placed
+
+    async def _fill(self, zone: Zone, ref: int, key: bytes, lease: Acquired, taken: Taken) -> str:
         state, num_bytes = zone.state, zone.writer.layout.block_bytes
         at = state.payload_at(lease.slot)
         payload = state.slab.region.view[at : at + num_bytes]
@@ -348,12 +360,7 @@ class PlacementAgent(Actor[None]):
         self._staging.begin_transfers([lease.lease])
         try:
             error = await zone.writer.place(
-                taken.slot,
-                payload,
-                state.index.key(block_id),
-                zone.shard,
-                crcs,
-                replaces=taken.evicted is not None,
+                taken.slot, payload, key, zone.shard, crcs, replaces=taken.evicted is not None
             )
         finally:
             self._staging.end_transfers([lease.lease])

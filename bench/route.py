@@ -93,7 +93,7 @@ class Fleet:
     def pause(self) -> None:
         """No message comes for a while: a node reads ahead."""
         for known in self.known:
-            while known.held.work_ahead(1 << 10):
+            while known.held.read_ahead(1 << 10):
                 pass
 
 

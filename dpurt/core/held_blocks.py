@@ -9,16 +9,15 @@ hash to its segment, and says by that who is held; another from a hash to the se
                  A  A  A  A  B         below[h1]     segment B: h4
 
 A question walks from the root: the next block's tokens find a segment (those that were never asked for have their first
-block read now), the rest of it is compared in one piece, and so on below the last equal block. Who has time to spare does
-beforehand what was put off (`work_ahead`). A hash only leads to tokens, which are compared exactly; none stands for them.
+block read now), the rest of it is compared in one piece, and so on below the last equal block. Who has time to spare reads
+long segments beforehand (`read_ahead`). A hash only leads to
+tokens, which are compared exactly; none stands for them.
 
-A block that is held no more is not kept, unless it stands amid a segment: there it is *gone*, until it is told again or nothing
-behind it is held. So a block stands in one segment at most, and one way leads to it. What is below a block that went waits for it
-to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not matter: a child may
-come before its parent. A block that was told without tokens is held, but no prompt leads to it until it is told with them.
-
-Evictions of many segments in turn would be as many places in memory to visit: there blocks are only entered as gone, and their
-segments are *unsettled*: they count them, and stand, until a question leads there, there is time, or too many wait.
+What is not held is not kept, but for blocks amid a segment: they stand there as *gone*, until they are told again or the segment
+goes with its last held block. So a block stands in one segment at most, and one way leads to it. What is below a block that
+went waits for it to be told again, for no prompt can have it without. Therefore the order in which blocks are told does not
+matter: a child may come before its parent. A block that was told without tokens is held, but no prompt leads to it until it is
+told with them.
 
 A segment's first block may have a *label*, bytes that it has besides its tokens (a cache salt, an image): a question must name it.
 
@@ -28,17 +27,14 @@ Left to others: what a hash is, whose blocks these are, what was lost. Single-th
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby, repeat
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 _FEW = 8  # blocks whose tokens are read quickly enough when a question leads to them
 _PIECE_BYTES = 65_536  # compared at once
-_MOST_UNSETTLED = 1 << 15  # blocks that went
-_SETTLED_AT_ONCE = 1024
 _SHIFT, _MASK, _ONE = (
     (0, 32),
     0xFFFF_FFFF,
@@ -176,8 +172,6 @@ class HeldBlocks:
         ] = {}  # what is told below one of these becomes part of the segment it ends
         self._below: dict[Hashable, _Branches] = {}
         self._unread: dict[_Segment, None] = {}  # told much at once, and not read
-        self._unsettled: deque[tuple[list[_Segment], HostTier]] = deque()  # lost a block each
-        self._num_unsettled = 0
 
     def __len__(self) -> int:
         """Blocks held, each tier counted."""
@@ -264,14 +258,8 @@ class HeldBlocks:
         segment.told.append(told)
         segment.held += one
 
-    def work_ahead(self, max_blocks: int) -> bool:
-        """Do what was put off and no question led to yet, so that one that does need not; whether more is left to do.
-
-        Segments hear what they lost; then about `max_blocks` blocks' tokens are read.
-        """
-        if self._unsettled:
-            self._settle(_SETTLED_AT_ONCE)
-            return True
+    def read_ahead(self, max_blocks: int) -> bool:
+        """Read tokens that no question led to yet, about so many blocks, so that one that does need not; whether more are left."""
         while self._unread and max_blocks > 0:
             segment = next(iter(self._unread))
             if segment.told:
@@ -303,74 +291,51 @@ class HeldBlocks:
 
     def remove(self, hashes: Sequence[Hashable], tier: HostTier) -> None:
         """Blocks are no longer held; those that were not are passed over."""
-        found: list[Any] = list(map(self._held[tier].pop, hashes, repeat(None)))
+        found = list(map(self._held[tier].pop, hashes, repeat(None)))
         if len(found) > 1 and found[0] is found[1]:
             self._lose_runs(hashes, found, tier)
-            return
-        if self._held[1 - tier]:  # where they may still be
-            for block_hash, segment in zip(hashes, found, strict=True):
-                if segment is not None:
-                    self._lose(segment, (block_hash,), 1, tier)
-            return
-        if not all(found):
-            hashes = [block_hash for block_hash, segment in zip(hashes, found, strict=True) if segment]
-            found = [segment for segment in found if segment]
-        if not found:
-            return
-        self._gone.update(zip(hashes, found, strict=True))
-        self._unsettled.append((found, tier))
-        self._num_unsettled += len(found)
-        if self._num_unsettled > _MOST_UNSETTLED:
-            self._settle(_SETTLED_AT_ONCE)
+        else:
+            self._lose(hashes, found, tier)
 
     def _lose_runs(self, hashes: Sequence[Hashable], found: list[_Segment | None], tier: HostTier) -> None:
-        """Blocks of few segments: these hear of it at once."""
+        """Segments lost blocks: many at a time, mostly from their ends and the last one first."""
+        _, other, one = self._sides[tier]
         at = 0
         for segment, run in groupby(found):
             size = len(list(run))
             went, at = hashes[at : at + size], at + size
-            if segment is not None:
-                self._lose(segment, went, size, tier)
+            if segment is None:
+                continue
+            left = segment.held - size * one
+            if not left:
+                self._end(segment)
+            elif not other and segment.hashes[-size:] == went[::-1]:
+                segment.held = left
+                self._let_stay(segment)
+                del segment.hashes[-size:]
+            else:
+                self._lose(went, repeat(segment, size), tier)
 
-    def _settle(self, most: int) -> None:
-        """Of about so many blocks, those first that went first."""
-        while self._unsettled and most > 0:
-            found, tier = self._unsettled.popleft()
-            most -= len(found)
-            self._num_unsettled -= len(found)
-            for segment, count in Counter(found).items():
-                if segment.hashes:  # else a question led there, and it is over
-                    self._lose(segment, (), count, tier)
-
-    def _lose(self, segment: _Segment, went: Sequence[Hashable], count: int, tier: HostTier) -> None:
-        """A segment lost `count` blocks; `went`, mostly from its end and the last one first, are not gone yet."""
+    def _lose(self, hashes: Sequence[Hashable], found: Iterable[_Segment | None], tier: HostTier) -> None:
+        """Each of these segments lost a block."""
         _, other, one = self._sides[tier]
-        segment.held -= count * one
-        if not segment.held:
-            self._end(segment)
-            return
-        if other:
-            went = [block_hash for block_hash in went if block_hash not in other]
-        standing = segment.hashes
-        if went and standing[-len(went) :] == list(reversed(went)):
-            self._let_stay(segment)
-            del standing[-len(went) :]
-        else:
-            self._gone.update(dict.fromkeys(went, segment))
-        self._trim(segment)
-
-    def _trim(self, segment: _Segment) -> None:
-        """What is gone at its end stands there no more; with nothing left it is over."""
-        standing, gone = segment.hashes, self._gone
-        while standing and (last := standing[-1]) in gone:
-            self._let_stay(segment)
-            del standing[-1], gone[last]
-        if not standing:
-            self._end(segment)
+        for block_hash, segment in zip(hashes, found, strict=True):
+            if segment is None:
+                continue
+            segment.held = left = segment.held - one
+            if not left:
+                self._end(segment)
+            elif other and block_hash in other:
+                continue
+            elif (standing := segment.hashes)[-1] == block_hash:
+                if segment.grows:
+                    self._let_stay(segment)
+                standing.pop()
+            else:
+                self._gone[block_hash] = segment
 
     def clear(self, tier: HostTier) -> None:
         """Nothing is held in that tier any more."""
-        self._settle(self._num_unsettled)
         self._held[tier].clear()
         segments = [segment for branches in self._below.values() for segment in branches.all()]
         self._below, self._gone = {}, {}
@@ -393,21 +358,15 @@ class HeldBlocks:
         self, above: Hashable, tokens: bytes, at: int, stop: int, label: bytes
     ) -> tuple[_Segment, int] | None:
         """The segment below `above` with the next block of a prompt, and how many of its blocks are the prompt's."""
-        key = label + tokens[at : at + self.width]
-        found = self._find(above, key)
-        if self._unsettled:
-            for segment in tuple(found):
-                self._trim(segment)
-            found = self._find(above, key)
+        branches = self._below.get(above)
+        if branches is None:
+            return None
+        found = branches.find(label + tokens[at : at + self.width], self._codec, self.width)
         counts = [(self._common(segment, tokens, at, stop), segment) for segment in found]
         if not counts:
             return None
         count, segment = max(counts, key=_first)
         return segment, count
-
-    def _find(self, above: Hashable, key: bytes) -> Sequence[_Segment]:
-        branches = self._below.get(above)
-        return branches.find(key, self._codec, self.width) if branches else ()
 
     def _common(self, segment: _Segment, tokens: bytes, at: int, stop: int) -> int:
         """How many blocks of a segment, whose first is there, are at `tokens[at:stop]`."""
@@ -427,12 +386,9 @@ class HeldBlocks:
 
     def _leading_in(self, segment: _Segment, count: int, tiers: tuple[HostTier, ...]) -> int:
         """How many of a segment's first `count` blocks are held in one of the tiers."""
-        dicts = [self._held[tier] for tier in tiers]
-        if self._unsettled:  # and what it counts may be too much
-            if any(all(map(held.__contains__, segment.hashes[:count])) for held in dicts):
-                return count
-        elif any(segment.count(tier) == len(segment.hashes) for tier in tiers):
+        if any(segment.count(tier) == len(segment.hashes) for tier in tiers):
             return count
+        dicts = [self._held[tier] for tier in tiers]
         for i in range(count):
             if not any(segment.hashes[i] in held for held in dicts):
                 return i
@@ -495,15 +451,12 @@ class HeldBlocks:
 
     def check_integrity(self) -> None:
         """AssertionError, with what is wrong, unless segments and tiers agree. Slow: for tests."""
-        over = [(segment, tier) for found, tier in self._unsettled for segment in found]
-        assert len(over) == self._num_unsettled, "what is unsettled is miscounted"
         segments = [segment for branches in self._below.values() for segment in branches.all()]
         for above, branches in self._below.items():
             assert branches.new or branches.known, "an empty branch was kept"
             assert all(segment.above == above for segment in branches.all()), "a segment is at a wrong place"
         for tier in HostTier:
             told = [segment for segment in self._held[tier].values() if segment is not None]
-            told += [segment for segment, one in over if one is tier and segment.hashes]
             for segment in segments:
                 assert segment.count(tier) == told.count(segment), f"{tier}: a segment miscounts its blocks"
             assert all(segment in segments for segment in told), (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -66,11 +65,6 @@ class Holding(RuleBasedStateMachine):
         self.held.remove((gone[::-1] if is_last_first else gone) * (1 + again), tier)
         self.lose({(tier, one) for one in gone})
 
-    @rule(gone=st.lists(chains, min_size=2, max_size=5, unique=True), tier=tiers)
-    def remove_scattered(self, gone: list[Chain], tier: HostTier) -> None:
-        self.held.remove(gone, tier)
-        self.lose({(tier, one) for one in gone})
-
     @rule(tier=tiers)
     def clear(self, tier: HostTier) -> None:
         self.held.clear(tier)
@@ -81,8 +75,8 @@ class Holding(RuleBasedStateMachine):
         self.told -= {chain for _, chain in gone if not any((tier, chain) in self.truth for tier in HostTier)}
 
     @rule(blocks=st.integers(0, 4))
-    def work_ahead(self, blocks: int) -> None:
-        self.held.work_ahead(blocks)
+    def read_ahead(self, blocks: int) -> None:
+        self.held.read_ahead(blocks)
 
     @rule(chain=chains)
     def a_prompt_is_held_as_far_as_told(self, chain: Chain) -> None:
@@ -160,64 +154,14 @@ def test_what_was_told_in_large_pieces_is_read_ahead_a_little_at_a_time() -> Non
         held.store(
             at - 1 if at else None, list(range(at, at + 10)), tokens(*range(at, at + 10)), HostTier.HBM
         )
-    assert held.work_ahead(15)
-    assert not held.work_ahead(20)
+    assert held.read_ahead(15)
+    assert not held.read_ahead(20)
     assert held.leading(None, tokens(*range(40))) == Leading(40, 40)
     held.store(39, [40], tokens(40), HostTier.HBM)
-    assert not held.work_ahead(1)
+    assert not held.read_ahead(1)
     held.store(None, list(range(100, 120)), tokens(*range(100, 120)), HostTier.HBM)
     held.remove(list(range(100, 120)), HostTier.HBM)
-    assert not held.work_ahead(0)
-
-
-def test_evictions_of_many_chains_in_turn_are_settled_a_little_at_a_time_or_when_there_are_too_many() -> None:
-    held, chains, length = HeldBlocks(WIDTH), 100, 20
-    for first in range(0, chains * length, length):
-        held.store(
-            None, list(range(first, first + length)), tokens(*range(first, first + length)), HostTier.HBM
-        )
-    turns = [[first + at for first in range(0, chains * length, length)] for at in range(length - 1, -1, -1)]
-    for at, turn in zip(range(length - 1, -1, -1), turns, strict=True):
-        held.remove(turn, HostTier.HBM)
-        held.check_integrity()
-        assert held.leading(None, tokens(*range(length))) == Leading(at, at)
-    assert len(held) == 0
-    below = held._below[None]
-    assert len(below.new) + sum(map(len, below.known.values())) == chains - 1  # but where a question led
-    rounds = 0
-    while held.work_ahead(0):
-        held.check_integrity()
-        rounds += 1
-    assert rounds > 1
-    assert (held._below, held._tips, held._gone) == ({}, {}, {})
-
-
-def test_what_is_unsettled_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_blocks, "_MOST_UNSETTLED", 8)
-    held = HeldBlocks(WIDTH)
-    for first in range(0, 100, 2):
-        held.store(None, [first, first + 1], tokens(first, first + 1), HostTier.HBM)
-    for first in range(0, 96, 4):
-        held.remove([first + 1, first + 3], HostTier.HBM)
-        assert held._num_unsettled <= 8
-        held.check_integrity()
-    assert held.leading(None, tokens(0, 1)) == Leading(1, 1)
-    held.store(0, [1], tokens(1), HostTier.CPU)
-    assert held.leading(None, tokens(0, 1)) == Leading(1, 2)
-    held.check_integrity()
-
-
-def test_a_block_told_again_below_one_whose_segment_has_not_heard_that_it_went_is_found() -> None:
-    held = HeldBlocks(WIDTH)
-    held.store(None, [1, 2, 3], tokens(1, 2, 3), HostTier.HBM)
-    held.store(None, [11, 12], tokens(11, 12), HostTier.HBM)
-    held.remove([3, 12, 2], HostTier.HBM)
-    held.store(1, [22], tokens(2), HostTier.HBM)  # the same tokens by another hash
-    assert held.leading(None, tokens(1, 2)) == Leading(2, 2)
-    held.remove([11, 1], HostTier.HBM)
-    held.store(None, [1, 2], tokens(1, 2), HostTier.HBM)
-    assert held.leading(None, tokens(1, 2)) == Leading(2, 2)
-    held.check_integrity()
+    assert not held.read_ahead(0)
 
 
 def test_a_part_of_a_block_is_no_block() -> None:
@@ -245,8 +189,6 @@ def test_an_end_that_goes_in_one_piece_leaves_a_beginning_that_does_not_grow() -
     assert held.leading(None, tokens(1, 2, 3)) == Leading(2, 2)
     assert held.leading(None, tokens(1, 2, 7)) == Leading(3, 3)
     held.remove([7, 2, 1], HostTier.HBM)
-    while held.work_ahead(0):
-        pass
     assert (len(held), held._below, held._tips) == (0, {}, {})
 
 
