@@ -362,11 +362,14 @@ class HeldBlocks:
         if branches is None:
             return None
         found = branches.find(label + tokens[at : at + self.width], self._codec, self.width)
-        counts = [(self._common(segment, tokens, at, stop), segment) for segment in found]
-        if not counts:
-            return None
-        count, segment = max(counts, key=_first)
-        return segment, count
+        counts = [(segment, self._common(segment, tokens, at, stop)) for segment in found]
+        if len(counts) > 1:  # the same tokens by other hashes: what is held counts
+            return max(counts, key=self._worth)
+        return counts[0] if counts else None
+
+    def _worth(self, found: tuple[_Segment, int]) -> tuple[int, int]:
+        """How much of a prompt a segment leads to: held blocks, then any."""
+        return self._leading_in(*found, tuple(HostTier)), found[1]
 
     def _common(self, segment: _Segment, tokens: bytes, at: int, stop: int) -> int:
         """How many blocks of a segment, whose first is there, are at `tokens[at:stop]`."""
@@ -485,7 +488,3 @@ class HeldBlocks:
             assert last not in self._below, "a segment would grow where another begins"
             tokens = len(segment.content) // self.width + sum(_counted(told)[1] for told in segment.told)
             assert tokens == len(segment.hashes), "a segment would grow past tokens of blocks that went"
-
-
-def _first(pair: tuple[int, _Segment]) -> int:
-    return pair[0]

@@ -65,6 +65,11 @@ class Holding(RuleBasedStateMachine):
         self.held.remove((gone[::-1] if is_last_first else gone) * (1 + again), tier)
         self.lose({(tier, one) for one in gone})
 
+    @rule(gone=st.lists(chains, min_size=2, max_size=5, unique=True), tier=tiers)
+    def remove_scattered(self, gone: list[Chain], tier: HostTier) -> None:
+        self.held.remove(gone, tier)
+        self.lose({(tier, one) for one in gone})
+
     @rule(tier=tiers)
     def clear(self, tier: HostTier) -> None:
         self.held.clear(tier)
@@ -213,3 +218,15 @@ def test_single_blocks_below_each_other_become_one_segment_unless_another_begins
     held.check_integrity()
     for last in (8, 9):
         assert held.leading(None, tokens(1, 2, 3, 4, 5, last)) == Leading(6, 6)
+
+
+def test_of_the_same_tokens_by_two_hashes_those_that_are_held_count() -> None:
+    held = HeldBlocks(WIDTH)
+    held.store(None, [1, 2, 3], tokens(1, 2, 3), HostTier.HBM)
+    held.store(None, [11, 12], tokens(1, 2), HostTier.HBM)
+    held.remove([2], HostTier.HBM)
+    assert held.leading(None, tokens(1, 2, 3)) == Leading(2, 2)
+    held.remove([12], HostTier.HBM)
+    assert held.leading(None, tokens(1, 2, 3)) == Leading(1, 1)
+    held.note(2, HostTier.CPU)
+    assert held.leading(None, tokens(1, 2, 3)) == Leading(1, 3)
