@@ -68,9 +68,7 @@ class Zone:
     core: PrefetchCore = field(init=False)
     sequences: set[int] = field(default_factory=set)
     cancels: dict[int, trio.CancelScope] = field(default_factory=dict)  # jobs under way
-    taken: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # block used before its push was answered: by whom
+    early_uses: dict[int, set[int]] = field(default_factory=dict)  # blocks that land: used by whom
     bytes_placed: int = 0
     is_open: bool = True
 
@@ -233,19 +231,13 @@ class PlacementAgent(Actor[None]):
             if zone.session is session and zone.state is state and zone.shard == shard:
                 for ref in refs:
                     if zone.slots.is_filling(ref):  # the host found it there before we heard that it is
-                        zone.taken.setdefault(ref, set()).add(sequence)
+                        zone.early_uses.setdefault(ref, set()).add(sequence)
                     else:
                         self._count_use(zone, ref, sequence)
 
     def _count_use(self, zone: Zone, ref: int, sequence: int) -> None:
         zone.slots.used(ref)
         self._queue(zone, Demanded(ref, sequence, "staging"))
-
-    def _count_early_uses(self, zone: Zone, ref: int) -> None:
-        """A push was answered; what was used before."""
-        if not zone.slots.is_filling(ref):  # by another job
-            for sequence in sorted(zone.taken.pop(ref, ())):
-                self._count_use(zone, ref, sequence)
 
     def _on_staged(self, ref: int) -> None:
         waiter = self._staged.pop(ref, None)
@@ -310,7 +302,8 @@ class PlacementAgent(Actor[None]):
                 self._queue(
                     zone, FetchFailed(fetch.job, reason) if reason else Staged(fetch.block, fetch.job)
                 )
-                self._count_early_uses(zone, fetch.block)
+                for sequence in sorted(zone.early_uses.pop(fetch.block, ())):
+                    self._count_use(zone, fetch.block, sequence)
 
     async def _placed(self, zone: Zone, fetch: Fetch) -> str:
         """Empty when the block is in the zone, else why not."""

@@ -250,9 +250,7 @@ class Returns:
     )
     LOOK_S = 0.5
     RENEW_S = 1.0  # worths' age at most; arrivals, reads and ends count at once
-    MARGIN = (
-        1.7  # above what the arbiter asks of the room a block takes: what it would refuse is not worth asking
-    )
+    MARGIN = 1.7  # above the arbiter's own, 1 + `Budget.hysteresis`: what it refuses is not worth asking
     GROWTH = 4
     MIN_REACH, MAX_REACH = 64, 1024
     FLOOR = 0.0002  # uses a second below which nothing is fetched, even into free room

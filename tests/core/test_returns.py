@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dpurt.core.arbiter import Budget
 from dpurt.core.events import (
     Arrived,
     Consumed,
@@ -154,6 +155,11 @@ def test_running_learns_how_often_the_next_request_is_near():
     assert near[0] < 0.05
     assert near[1] > 0.95
     assert near[2] > 0.95
+
+
+def test_what_is_wanted_in_a_full_staging_the_arbiter_does_not_refuse_for_its_room():
+    """Each keeps a margin of its own above the worth of what leaves: the arbiter's is the smaller one."""
+    assert Returns.MARGIN > 1.0 + Budget(bandwidth_bytes_per_s=1.0, staging_bytes=1).hysteresis
 
 
 def test_running_adds_up_its_windows_by_weight():

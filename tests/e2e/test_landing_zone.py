@@ -103,11 +103,11 @@ async def test_a_block_taken_before_the_node_hears_that_it_has_landed_was_there_
         zone.writer.place = answered_late  # type: ignore[method-assign]
         await arrive(client, node, "r", 1, 2)
         assert sources(await client.load("r", 0, buffers(2))) == ["landing"] * 2
-        await until(lambda: len(zone.taken) == 2)
+        await until(lambda: len(zone.early_uses) == 2)
         assert ledger(node)["open"] == 2
         gate.set()
         await until(lambda: ledger(node)["timely"] == 2)
-        assert not zone.taken
+        assert not zone.early_uses
 
 
 async def test_the_rest_of_a_load_is_asked_for_and_every_byte_is_right(tmp_path: Path, fabric: str):
