@@ -1,6 +1,6 @@
 # setup   make .venv and install dpurt into it, only when that is stale
 # demo    see it work on this machine: make demo ARGS="--help"; make demo BDEV=vhost-user
-# test    the test suite, on all cores: make test ARGS="-k zmq"; JOBS=0 for one after the other; DPURT_NO_SKIP=1 turns skips into failures
+# test    the test suite, one process more than cores: make test ARGS="-k zmq"; JOBS=0 for one after the other; DPURT_NO_SKIP=1 turns skips into failures
 # test-vm the tests that need RDMA and NVMe in the kernel, in a virtual machine and across two; make test-vm ARGS="-k nvmet": in one;
 #         see tests/vm/testbed
 # test-vm-pair  those across two machines only: make test-vm-pair ARGS="-k demo"
@@ -19,7 +19,11 @@ BIN := $(VENV)/bin
 ARGS ?=
 BDEV ?= file
 ENGINES ?=
-JOBS ?= auto
+# Tests wait for processes and devices a quarter of their time.
+JOBS ?= $(shell echo $$(($$(nproc) + 1)))
+
+# Every process a test starts would compile all of dpurt anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-vm test-vm-pair test-spdk smollm2 test-smollm2 test-engines lint bench clean
 
