@@ -464,11 +464,14 @@ class BlockStore:
         return self._superblock.incarnation
 
     async def set_epoch(self, space: str, epoch: int) -> None:
-        """Persist a space's epoch. On return it survives a crash. Raises BdevError, StoreLost."""
+        """Persist a space's epoch. On return it survives a crash, and the loss of either slot of the superblock: the other
+        must not bring the blocks of old weights back. Raises BdevError, StoreLost.
+        """
         await self._recognise()
         with trio.CancelScope(shield=True):
             async with self._superblock_lock:
                 await self._write_superblock(self._superblock.with_epoch(space, epoch))
+                await self._write_superblock(self._superblock.changed())
 
     async def flush(self) -> None:
         """Return when every append that has returned survives a power loss."""

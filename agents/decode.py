@@ -24,6 +24,7 @@ from functools import partial
 
 import numpy as np
 import trio
+from numpy.typing import NDArray
 
 from dpurt.config.schema import DecodeConfig
 from dpurt.core.attention import AttentionModel
@@ -113,11 +114,14 @@ class Undone:
 
 @dataclass(slots=True, eq=False)
 class Decoding:
-    """One decoding sequence. `wanted`: slots its turns touched, by group, whose loads have not come yet; `leaving`: slots
-    the core let go that somebody still needs. Slots are the core's numbers, keys the pool's.
+    """One decoding sequence, of one shard. `handles`: the block of each column, the longest form of the prompt that was looked
+    up; `wanted`: slots its turns touched, by group, whose loads have not come yet; `leaving`: slots the core let go that
+    somebody still needs. Slots are the core's numbers, keys the pool's.
     """
 
     scope: Scope
+    shard: int
+    handles: NDArray[np.int64]
     room: Room
     share: int
     staging: DecodeStaging
@@ -133,6 +137,11 @@ class Decoding:
     @property
     def pool(self) -> StagingPool:
         return self.room.slab.pool
+
+    def follow(self) -> None:
+        """The scope may have been looked up anew, by a shorter form of its prompt too: what that leaves out is as it was."""
+        self.handles = np.concatenate((self.scope.handles, self.handles[len(self.scope.handles) :]))
+        self.staging.extend(len(self.handles))
 
     def key(self, slot: int) -> int:
         """The pool's name of a slot's content, among those of all sequences."""
@@ -179,7 +188,7 @@ class DecodeAgent:
         if decoding is None:
             return False
         self._catch_up(decoding)
-        decoding.staging.extend(len(scope.handles))
+        decoding.follow()
         groups = decoding.staging.groups
         if hint.ranked:
             group = hint.group if hint.ranked_group is None else hint.ranked_group
@@ -208,8 +217,10 @@ class DecodeAgent:
 
     def _decoding(self, scope: Scope) -> Decoding | None:
         decoding = self._sequences.get(scope.sequence)
-        if decoding is not None:
+        if decoding is not None and decoding.shard == scope.shard:
             return decoding
+        if decoding is not None:  # looked up for another rank since: none of its parts are that one's
+            self._end(self._sequences.pop(scope.sequence))
         room = self._rooms.get(scope.state.name)
         if room is None or scope.state.retired:
             return None
@@ -222,7 +233,16 @@ class DecodeAgent:
             settings.lookahead_groups,
         )  # fmt: skip
         layouts = [layout.of_part(part) for part in range(layout.num_parts)]
-        decoding = Decoding(scope, room, room.free.pop(0), staging, layouts, settings.lookahead_groups)
+        decoding = Decoding(
+            scope,
+            scope.shard,
+            scope.handles,
+            room,
+            room.free.pop(0),
+            staging,
+            layouts,
+            settings.lookahead_groups,
+        )
         self._sequences[scope.sequence] = decoding
         return decoding
 
@@ -254,12 +274,12 @@ class DecodeAgent:
 
     # --- loads ---
 
-    def takes(self, scope: Scope, positions: Sequence[int], parts: PartRun) -> Decoding | None:
-        """The decoding sequence that serves this load, if one does: of one layer group, of blocks it can stage."""
+    def takes(self, scope: Scope, positions: Sequence[int], parts: PartRun, shard: int) -> Decoding | None:
+        """The decoding sequence that serves this load, if one does: of one layer group, of its shard's blocks it can stage."""
         decoding = self._sequences.get(scope.sequence)
-        if decoding is None or parts.stop - parts.start != 1 or not positions:
+        if decoding is None or decoding.shard != shard or parts.stop - parts.start != 1 or not positions:
             return None
-        decoding.staging.extend(len(scope.handles))
+        decoding.follow()
         return decoding if max(positions) < decoding.staging.columns else None
 
     async def acquire(
@@ -334,7 +354,7 @@ class DecodeAgent:
     # --- bytes ---
 
     def _block_id(self, decoding: Decoding, slot: int) -> int:
-        handle = int(decoding.scope.handles[decoding.place(slot)[1]])
+        handle = int(decoding.handles[decoding.place(slot)[1]])
         return decoding.scope.state.block_id(handle)
 
     def _read(self, decoding: Decoding, slot: int, *, is_demand: bool) -> None:
@@ -351,7 +371,7 @@ class DecodeAgent:
         taken = decoding.pool.take(decoding.key(slot), PART, now) if decoding.pool.num_free else None
         if taken is None:
             decoding.room.no_room += 1
-        elif decoding.scope.state.extent_of(block_id, decoding.scope.shard) < 0:
+        elif decoding.scope.state.extent_of(block_id, decoding.shard) < 0:
             self._copy(decoding, slot, taken.slot, block_id)
         else:
             self._read_from_flash(decoding, slot, taken.slot, block_id, is_demand=is_demand)
@@ -359,11 +379,11 @@ class DecodeAgent:
     def _read_from_flash(
         self, decoding: Decoding, slot: int, at: int, block_id: int, *, is_demand: bool
     ) -> None:
-        scope, (group, column) = decoding.scope, decoding.place(slot)
-        state, layout = scope.state, decoding.layouts[group]
+        group, column = decoding.place(slot)
+        state, shard, layout = decoding.scope.state, decoding.shard, decoding.layouts[group]
         job = ReadJob(
-            state, state.ref(int(scope.handles[column]), scope.shard), state.index.key(block_id), scope.shard, at,
-            state.extent_of(block_id, scope.shard), 1 << group, trio.current_time() + self._storage.deadline_s,
+            state, state.ref(int(decoding.handles[column]), shard), state.index.key(block_id), shard, at,
+            state.extent_of(block_id, shard), 1 << group, trio.current_time() + self._storage.deadline_s,
             is_demand, partial(self._landed, decoding, slot), layout=layout,
             image=decoding.room.slab.image(at)[: layout.record_bytes],
         )  # fmt: skip
@@ -373,7 +393,7 @@ class DecodeAgent:
     def _copy(self, decoding: Decoding, slot: int, at: int, block_id: int) -> None:
         """A block the device does not have yet is whole in the space's own slab."""
         state, layout = decoding.scope.state, decoding.layouts[decoding.place(slot)[0]]
-        source_slot = state.slot_of(block_id, decoding.scope.shard)
+        source_slot = state.slot_of(block_id, decoding.shard)
         if source_slot < 0:
             decoding.pool.fill_failed(at, PART)
             return
@@ -475,7 +495,7 @@ class DecodeAgent:
         """The index lost blocks: their parts must not be served. They are absent until their sequence notices."""
         for decoding in self._sequences.values():
             if decoding.scope.state is state:
-                lost = np.flatnonzero(np.isin(decoding.scope.handles, dropped.handles))
+                lost = np.flatnonzero(np.isin(decoding.handles, dropped.handles))
                 for column in lost[lost < decoding.staging.width].tolist():
                     for group in range(decoding.staging.groups):
                         self._drop(decoding, group * decoding.staging.width + column)

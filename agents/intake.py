@@ -611,7 +611,7 @@ def _write_header(arrival: _Arrival, wall: float) -> None:
 
 
 def _runs(written: Sequence[_Arrival]) -> list[list[_Arrival]]:
-    """As runs of consecutive blocks of one chain, or of blocks that stand alone."""
+    """As runs of consecutive blocks of one chain, or of blocks that stand alone; each of one shard."""
     runs: list[list[_Arrival]] = []
     for one in written:
         if runs and _follows(runs[-1][-1].reserved, one.reserved):
@@ -622,6 +622,6 @@ def _runs(written: Sequence[_Arrival]) -> list[list[_Arrival]]:
 
 
 def _follows(last: Reserved, this: Reserved) -> bool:
-    if last.state is not this.state or last.chained != this.chained:
+    if last.state is not this.state or last.shard != this.shard or last.chained != this.chained:
         return False
     return last.key == this.parent or not this.chained

@@ -150,6 +150,10 @@ class PlacementAgent(Actor[None]):
         predictors = [make_predictor(name, config.lookahead_blocks) for name in config.predictors]
         return PrefetchCore(predictors, Arbiter(budget), Ledger(), ZoneView(zone, self._staging))
 
+    def has_zone(self, session: Session, state: SpaceState, shard: int) -> bool:
+        """Does the session offer one for such blocks?"""
+        return any(z.session is session and z.state is state and z.shard == shard for z in self._zones)
+
     def close_session(self, number: int) -> None:
         """The session is over: its zones are memory nobody writes to any more."""
         for zone in [zone for zone in self._zones if zone.session.number == number]:
@@ -321,10 +325,10 @@ class PlacementAgent(Actor[None]):
             self._staging.release([lease.lease], zone.session.number)
 
     async def _lease(self, zone: Zone, ref: int, deadline: float) -> Acquired | None:
-        """A lease on the staged block, once it is."""
+        """A lease on the staged block, once it is, if the zone is still there."""
         with trio.move_on_at(deadline):
             while (lease := self._staging.lease_staged(ref, zone.owner)) is None:
-                if self._staging.where(ref) == "gone":
+                if not zone.is_open or self._staging.where(ref) == "gone":
                     return None
                 await self._staged.setdefault(ref, trio.Event()).wait()
             return lease

@@ -85,10 +85,16 @@ class RecorderAgent(Actor[None]):
             raise ConfigError("record", f"a recording is under way, to {self.recording.path}")
         header = self._header(self._is_fresh())
         tape = Tape(self._taps.index, header.prefetch.predictors, secrets.token_bytes(32))
-        fd = _create(path)
-        self.recording = Recording(path=path, fd=fd, tape=tape, is_fresh=header.is_fresh)
+        recording = Recording(path=path, fd=_create(path), tape=tape, is_fresh=header.is_fresh)
+        try:
+            self._write_all(recording, r.encode(header) + b"\n")
+        except OSError as error:
+            os.close(recording.fd)
+            path.unlink(missing_ok=True)
+            self.failures += 1
+            raise ConfigError(str(path), f"cannot record there: {error.strerror}") from error
+        self.recording = recording
         self.recordings += 1
-        self._write_all(self.recording, r.encode(header) + b"\n")
         self._put_tape(tape)
         self._begun.set()
         log.info("recording", path=str(path), is_fresh=header.is_fresh)

@@ -16,11 +16,12 @@ starts anew; what was booked is kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
 import trio
+from msgspec import Meta
 
 from dpurt.core.routing import Estimate, NodeHolding, Router
 from dpurt.engines.residency import label_of
@@ -167,8 +168,8 @@ class _RouteBody(msgspec.Struct):
     model_name: str = ""
     model: str = ""
     intent: m.RouteIntent = "will_route"
-    queued_ms: dict[str, float] = {}
-    among: list[str] = []
+    queued_ms: Annotated[dict[str, Annotated[float, Meta(ge=0, le=1e9)]], Meta(max_length=64)] = {}
+    among: Annotated[list[str], Meta(max_length=64)] = []
     cache_salt: str = ""
 
 

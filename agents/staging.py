@@ -348,9 +348,11 @@ class StagingAgent(Actor[None]):
         return Acquired("ok", slot, (lease << SLAB_BITS) | state.slab.number, source)
 
     def lease_staged(self, ref: int, owner: int) -> Acquired | None:
-        """A lease on a block that is staged whole, for a push of our own. No demand, and nothing is read for it."""
+        """A lease on a block that is staged whole, for a push of our own. No demand, and nothing is read for it. None too
+        when `owner` has ended: nobody would give the lease back.
+        """
         state = self._index.by_number.get(number_of(ref))
-        if state is None or state.retired:
+        if state is None or state.retired or owner not in self._session_of:
             return None
         pool, mask = state.slab.pool, state.layout.all_parts
         slot = self._ready(pool, ref, mask)

@@ -68,7 +68,7 @@ class Transfers:
             self._catch_up(scope)
         is_view = session.fabric == "shm" or request.landing is not None
         expires = None if is_view else deadline + self._lease_s
-        decoding = self._decode.takes(scope, positions, parts)
+        decoding = self._decode.takes(scope, positions, parts, request.shard)
         if decoding is not None:
             acquired = await self._decode.acquire(decoding, parts.start, positions, expires, deadline)
         else:
@@ -220,8 +220,11 @@ class Transfers:
         if scope is None or scope.state.retired:
             return m.Ok(id=request.id)  # it ended meanwhile
         state, parts = scope.state, self._parts(scope.state, request.parts)
+        self._hosts.check_shard(state, request.shard)
+        if not self._placement.has_zone(session, state, request.shard):
+            return m.Ok(id=request.id)  # nothing can have been there
         known = len(scope.handles)
-        positions = [p for p in request.blocks if p < known and scope.handles[p] != NO_HANDLE]
+        positions = [p for p in dict.fromkeys(request.blocks) if p < known and scope.handles[p] != NO_HANDLE]
         refs = state.refs(scope.handles[positions].tolist(), request.shard) if positions else []
         for first, count in _runs(positions):
             self._observe(Consumed(scope.sequence, first, count))

@@ -45,7 +45,7 @@ from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.endurance import DAY_S, WriteBudget
-from dpurt.core.events import Event
+from dpurt.core.events import Dropped, Event
 from dpurt.core.eviction import Outlook, make_policy
 from dpurt.core.index_feed import IndexFeed
 from dpurt.core.ledger import Totals
@@ -55,6 +55,7 @@ from dpurt.core.record import RecordLayout
 from dpurt.core.return_model import Forest
 from dpurt.core.shadow import Shadow
 from dpurt.core.staging import StagingPool
+from dpurt.errors import ConfigError
 from dpurt.fabric import Fabric
 from dpurt.fabric.region import MemfdRegion
 from dpurt.fabric.shm import ShmFabric
@@ -153,7 +154,10 @@ class Node:
         while not self.storage.is_quiet or any(s.in_flight for s in self.gateway.hosts.sessions.values()):  # noqa: ASYNC110
             await trio.sleep(0.01)
         if self.recorder.recording is not None:
-            await self.recorder.stop("node_ended")
+            try:
+                await self.recorder.stop("node_ended")
+            except ConfigError as error:  # its disk is full: no reason not to end well
+                log.error("recording_failed", error=str(error))
         log.info("node_drained")
 
     def wall(self, now: float) -> float:
@@ -395,6 +399,8 @@ class Node:
 
     async def _record(self, path: str) -> m.RecordReply:
         """Begin a recording in a new file, or, with an empty path, end it."""
+        if path and ("\0" in path or not Path(path).is_absolute()):
+            raise ConfigError(repr(path), "cannot record there: expected an absolute path")
         found = self.recorder.start(Path(path)) if path else await self.recorder.stop("asked")
         tape = found.tape
         return m.RecordReply(
@@ -474,7 +480,9 @@ class Node:
                 self.store.forget(extent)
             for handle in old.index.handles(ids).tolist():
                 for shard in range(old.num_shards):
-                    old.slab.pool.drop(old.ref(handle, shard))
+                    ref = old.ref(handle, shard)
+                    old.slab.pool.drop(ref)
+                    self._observe(Dropped(ref))  # else predictors would go on asking for it
             await trio.lowlevel.checkpoint()
         self.index.forget_retired(old)
 
@@ -531,12 +539,11 @@ class Node:
         }  # fmt: skip
 
     def _node_stats(self) -> dict[str, object]:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
         times = os.times()
         return {
             "name": self.config.node.name, "pid": os.getpid(), "incarnation": self.store.incarnation,
-            "uptime_s": round(trio.current_time() - self.started_at, 3), "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
-            "open_fds": len(os.listdir("/proc/self/fd")) - 1, "cpu_s": round(times.user + times.system, 3),
+            "uptime_s": round(trio.current_time() - self.started_at, 3), **_from_proc(),
+            "cpu_s": round(times.user + times.system, 3),
             "endpoint": self.gateway.endpoint, "metrics_port": self.metrics.port,
         }  # fmt: skip
 
@@ -600,6 +607,18 @@ def _device_line(spec: BdevConfig) -> recording.Device:
         read_latency_s=spec.profile.read_latency_us / 1e6,
         read_bytes_per_s=float(spec.profile.read_bytes_per_s),
     )
+
+
+def _from_proc() -> dict[str, object]:
+    """What the kernel says of this process; nothing where no descriptor is left to ask it with."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {
+            "rss_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+            "open_fds": len(os.listdir("/proc/self/fd")) - 1,
+        }
+    except OSError:
+        return {}
 
 
 def has_content(path: Path) -> bool:

@@ -40,7 +40,7 @@ class Keys:
     def load(self) -> CurveClient:
         pair = keys.load_pair(self.host_secret)
         node = keys.load_public(self.node_public)
-        return CurveClient(pair.public.encode(), pair.secret.encode(), node.encode())
+        return CurveClient(pair.public, pair.secret, node)
 
 
 def probe_host(config: Config, name: str, found: Keys | None) -> list[Finding]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import crc32c
+from numpy.typing import NDArray
 
 from dpurt.fabric import Piece
 from dpurt.wire import messages as m
 
-__all__ = ["Payload", "Room", "Views", "part_crcs", "pieces_of", "room_for", "views_of"]
+__all__ = ["Payload", "Room", "Views", "part_crcs", "pieces_of", "raw_tokens", "room_for", "views_of"]
 
-Room: TypeAlias = "memoryview | bytearray | Sequence[memoryview]"
-Payload: TypeAlias = "memoryview | bytes | Sequence[memoryview]"
+Room: TypeAlias = "memoryview | bytearray | NDArray[Any] | Sequence[memoryview]"
+Payload: TypeAlias = "memoryview | bytes | NDArray[Any] | Sequence[memoryview]"
 Views: TypeAlias = tuple[memoryview, ...]
+_BYTES = frozenset("Bbc")
+_INTEGERS = frozenset({order + kind for order in ("", "@", "=", "<") for kind in "iIlLqQ"})
 
 
 def room_for(grant: m.Grant, room: Room) -> Views:
@@ -29,12 +32,35 @@ def room_for(grant: m.Grant, room: Room) -> Views:
 
 
 def views_of(buffers: Room | Payload) -> Views:
-    """A block's buffers, in order, as bytes."""
-    if isinstance(buffers, (memoryview, bytearray, bytes)):
-        buffers = (memoryview(buffers),)
-    if not all(view.c_contiguous for view in buffers):
+    """A block's buffers, in order, as bytes. ValueError for what is no contiguous buffer, nor a list of such."""
+    several = buffers if isinstance(buffers, (list, tuple)) else (buffers,)
+    try:
+        views = [memoryview(one) for one in several]
+    except (TypeError, BufferError) as error:
+        raise ValueError(f"a block's buffer must be a buffer of bytes, or a list of such: {error}") from error
+    if not all(view.c_contiguous for view in views):
         raise ValueError("a block's buffer must be contiguous")
-    return tuple([view.cast("B") for view in buffers])
+    return tuple([view.cast("B") for view in views])
+
+
+def raw_tokens(tokens: object, token_bytes: int) -> bytes:
+    """Tokens as the protocol has them. ValueError unless they are bytes, or a buffer of integers, of `token_bytes` each: the
+    wrong width would cut blocks elsewhere, and other prompts would match.
+    """
+    expected = (
+        f"tokens must be bytes or a buffer of {8 * token_bytes}-bit integers (numpy's int{8 * token_bytes})"
+    )
+    try:
+        view = memoryview(tokens)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"{expected}, not {type(tokens).__name__}") from error
+    columns = view.shape[1] if view.shape is not None and view.ndim == 2 else 1  # pairs are two
+    width = view.itemsize * columns
+    if view.format not in _BYTES and (width != token_bytes or view.format not in _INTEGERS):
+        raise ValueError(f"{expected}, not items of format {view.format!r}")
+    if view.nbytes % token_bytes:
+        raise ValueError(f"{expected}: {view.nbytes} bytes are no multiple of {token_bytes}")
+    return bytes(view)
 
 
 def _head(views: Views, size: int) -> Views:

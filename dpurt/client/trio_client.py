@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import trio
 
-from dpurt.client.buffers import Payload, Room, Views, part_crcs, pieces_of, room_for, views_of
+from dpurt.client.buffers import Payload, Room, Views, part_crcs, pieces_of, raw_tokens, room_for, views_of
 from dpurt.client.conversation import BACKOFF_S, MAX_REPLY_BYTES, Conversation, Session, Terms
 from dpurt.client.in_order import InOrder
 from dpurt.client.mirror import IndexMirror
@@ -173,8 +173,13 @@ class Client:
 
     def placed(self, space: str, tokens: bytes | memoryview, *, shard: int = 0) -> int:
         """How many leading blocks of a prompt are in the landing zone now. Asks nobody."""
-        prompt = self._prompt(space, bytes(tokens), None, shard)
+        prompt = self._prompt(space, self._raw(space, tokens), None, shard)
         return self._zones.leading(prompt)
+
+    def _raw(self, space: str, tokens: bytes | memoryview) -> bytes:
+        """What a message says of tokens. A space we do not have is for the node to refuse."""
+        known = self._spaces.get(space)
+        return raw_tokens(tokens, 1 if known is None else known.geometry.token_bytes)
 
     def _prompt(self, space: str, tokens: bytes | None, digests: list[bytes] | None, shard: int) -> Prompt:
         identity = self._spaces[space].with_epoch(self._talk.epochs.get(space, 0))
@@ -202,7 +207,7 @@ class Client:
         """
         message = m.Lookup(
             space=space, request=request, shard=shard, chained=chained, intent="will_load" if will_load else "probe",
-            priority=priority, tokens=None if tokens is None else bytes(tokens),
+            priority=priority, tokens=None if tokens is None else self._raw(space, tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
         reply = await self._talk.call(message, m.LookupReply, timeout_s)
@@ -459,7 +464,7 @@ class Client:
         self._check_sizes(space, views)
         reserve = m.Reserve(
             space=space, request=request, first=first, count=len(payloads), shard=shard, chained=chained,
-            tokens=None if tokens is None else bytes(tokens),
+            tokens=None if tokens is None else self._raw(space, tokens),
             digests=None if digests is None else list(digests),
         )  # fmt: skip
         reserved = (await self._talk.call(reserve, m.ReserveReply, deadline - trio.current_time())).blocks
@@ -519,7 +524,10 @@ class Client:
     ) -> list[m.Reason]:
         """Why each block of a prompt is or is not here."""
         message = m.Explain(
-            space=space, tokens=tokens, digests=None if digests is None else list(digests), shard=shard
+            space=space,
+            tokens=None if tokens is None else self._raw(space, tokens),
+            digests=None if digests is None else list(digests),
+            shard=shard,
         )
         return (await self._talk.call(message, m.ExplainReply, timeout_s)).blocks
 
@@ -571,7 +579,7 @@ class Client:
     ) -> m.RouteReply:
         """Which engine should serve this prompt (see `wire.messages.Route`)."""
         message = m.Route(
-            space=space, tokens=bytes(tokens), intent="will_route" if will_route else "probe", cache_salt=cache_salt,
+            space=space, tokens=self._raw(space, tokens), intent="will_route" if will_route else "probe", cache_salt=cache_salt,
             queued_ms=dict(queued_ms or {}), among=list(among),
         )  # fmt: skip
         return await self._talk.call(message, m.RouteReply, timeout_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpurt.client.buffers import Room
 from dpurt.core.identity import ROOT_KEY, Space, chain_keys, digest_key
 from dpurt.core.landing_zone import ZoneLayout, ZoneReader
 
@@ -96,7 +97,7 @@ class Zones:
         self,
         request: str,
         first: int,
-        into: Sequence[memoryview | bytearray | Sequence[memoryview]],
+        into: Sequence[Room],
         parts: tuple[int, int] | None,
         shard: int,
     ) -> dict[int, memoryview]:

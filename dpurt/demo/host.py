@@ -188,7 +188,7 @@ class Player:
 async def main(job: Job) -> Result:
     """Play one job."""
     space = load_config(job.topology).to_space(job.space)
-    curve = None if job.curve is None else CurveClient(*(key.encode() for key in job.curve))
+    curve = None if job.curve is None else CurveClient(*job.curve)
     async with connect(
         job.endpoint,
         host=job.host,

@@ -25,6 +25,9 @@ from dpurt.core.held_blocks import HeldBlocks, HostTier
 from dpurt.engines.kv_events import BlockHash, BlockRemoved, BlockStored, KvEvent, tokens_of
 
 MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
+TOKEN_BYTES = (
+    32  # that a token of a message has at most: an integer, or a pair, and its share of the array's head
+)
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
 _PLAIN_KINDS = _WHOLE_PREFIX | {None}
 _NO_EXTRAS = [None]
@@ -129,6 +132,7 @@ class Residency:
         media, block_tokens, short, store_one = (
             self._plain_media, self.engine.block_tokens, 0, self.held.store_one,
         )  # fmt: skip
+        longest = block_tokens * TOKEN_BYTES
         if len(self.held) > MAX_BLOCKS:
             media = {}
         for event in run:
@@ -140,7 +144,7 @@ class Residency:
                 and event.kv_cache_spec_kind in _PLAIN_KINDS
                 and ((extras := event.extra_keys) is None or extras == _NO_EXTRAS)
                 and event.block_size == block_tokens
-                and len(told := bytes(event.token_ids)) > 1
+                and 1 < len(told := bytes(event.token_ids)) <= longest
             ):
                 store_one(event.parent_block_hash, hashes[0], told, tier)
                 short += 1
@@ -175,6 +179,8 @@ class Residency:
                 self.held.note(block_hash, tier)
         elif event.block_size != self.engine.block_tokens:
             self.stats.pass_over("block_size", len(hashes))
+        elif len(told) > len(hashes) * event.block_size * TOKEN_BYTES:
+            self.stats.pass_over("too_long", len(hashes))
         else:
             above = event.lora_name if event.parent_block_hash is None else event.parent_block_hash
             if event.cache_salt or (extras is not None and any(extras)):

@@ -208,6 +208,7 @@ async def respond(wire: Wire, service: Service) -> None:
     while not await wire.at_end():
         op, entries, total = await _read_request(wire, service)
         await _answer(wire, service, op, entries, total)
+        wire.answered(len(entries))
 
 
 async def _read_request(wire: Wire, service: Service) -> tuple[int, list[Entry], int]:

@@ -6,16 +6,43 @@ was opened, by `_gone`, when the kind says that the host can no longer touch the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
+
+import trio
 
 from dpurt.fabric import AccessCheck, FabricStats, Link, MemoryRegion
 from dpurt.fabric.access import AccessTable
 
-__all__ = ["FabricBase"]
+__all__ = ["FabricBase", "Greetings"]
 
 
 L = TypeVar("L", bound=Link)
+
+
+class Greetings:
+    """Connections that have not said who they are yet, at most `most` and each for `seconds`. One more ends the oldest: a
+    crowd that says nothing keeps nobody out, as whoever has something to say has said it long before."""
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most = most
+        self._seconds = seconds
+        self._waiting: dict[trio.CancelScope, None] = {}
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Cancelled within when the connection's time is up, or its place another's."""
+        if len(self._waiting) >= self._most:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.cancel()
+        with trio.move_on_after(self._seconds) as scope:
+            self._waiting[scope] = None
+            try:
+                yield
+            finally:
+                self._waiting.pop(scope, None)
 
 
 class FabricBase(Generic[L]):

@@ -53,7 +53,7 @@ class Channel:
                     return self._receive_now()
                 except BlockingIOError:
                     await trio.lowlevel.wait_readable(self.sock)
-        except (ConnectionError, trio.ClosedResourceError):
+        except (OSError, trio.ClosedResourceError):  # closed under us between waking up and reading, too
             return b"", -1
 
     def _receive_now(self) -> tuple[bytes, int]:

@@ -57,7 +57,7 @@ from dpurt.fabric.frames import (
     decode_hello,
     encode_hello,
 )
-from dpurt.fabric.node_link import FabricBase
+from dpurt.fabric.node_link import FabricBase, Greetings
 from dpurt.fabric.region import MemfdRegion, map_readonly, map_writable, next_landing_id
 from dpurt.fabric.seqpacket import Channel, dial, listening
 from dpurt.fabric.wire import accept
@@ -238,7 +238,7 @@ class ShmFabric(FabricBase[ShmLink]):
         self._limits = limits or ShmLimits()
         super().__init__(access, self._limits.max_links)
         self._path = path
-        self._greeting = 0
+        self._greetings = Greetings(self._limits.max_greeting, self._limits.hello_s)
 
     def add_region(self, region: MemoryRegion, readers: frozenset[int] | None, writer: int | None) -> None:
         if region.fd < 0:
@@ -256,13 +256,7 @@ class ShmFabric(FabricBase[ShmLink]):
             async with trio.open_nursery() as nursery:
                 task_status.started({"path": str(self._path)})
                 while True:
-                    sock = await accept(listener)
-                    if self._greeting >= self._limits.max_greeting:
-                        self._stats.refused += 1
-                        sock.close()
-                    else:
-                        self._greeting += 1
-                        nursery.start_soon(self._serve_connection, sock)
+                    nursery.start_soon(self._serve_connection, await accept(listener))
                     await trio.lowlevel.checkpoint()  # a flood of connections must not starve the loop
 
     async def _serve_connection(self, sock: socket.socket) -> None:
@@ -286,7 +280,7 @@ class ShmFabric(FabricBase[ShmLink]):
     async def _greet(self, channel: Channel) -> ShmLink | None:
         status = MALFORMED
         try:
-            with trio.move_on_after(self._limits.hello_s):
+            with self._greetings.one():
                 message, fd = await channel.receive()
                 if fd >= 0:
                     os.close(fd)
@@ -294,8 +288,6 @@ class ShmFabric(FabricBase[ShmLink]):
                 status = self._judge(session, token)
         except (RemoteProtocolError, OSError):
             status = MALFORMED
-        finally:
-            self._greeting -= 1
         if status == WELCOME:
             link = ShmLink(session, channel, self._stats, self._limits)
             self._opened(link)

@@ -61,7 +61,7 @@ from dpurt.fabric.frames import (
     decode_hello,
     encode_hello,
 )
-from dpurt.fabric.node_link import FabricBase
+from dpurt.fabric.node_link import FabricBase, Greetings
 from dpurt.fabric.region import MemfdRegion, next_landing_id
 from dpurt.fabric.wire import Cursor, Wire, accept, listener, tune
 
@@ -70,8 +70,8 @@ __all__ = ["TcpEndpoint", "TcpFabric", "TcpLimits", "TcpLink", "connect"]
 
 @dataclass(frozen=True, slots=True)
 class TcpLimits:
-    """What hosts may cost the node. Connections past `max_links` are told so; past `max_greeting` they are
-    dropped."""
+    """What hosts may cost the node. Connections past `max_links` are told so; for one past `max_greeting` the
+    oldest that has not said hello is dropped."""
 
     max_links: int = 256
     max_greeting: int = 64
@@ -155,7 +155,7 @@ class TcpFabric(FabricBase[TcpLink]):
         self._limits = limits or TcpLimits()
         super().__init__(access, self._limits.max_links)
         self._bind = host, port
-        self._greeting = 0
+        self._greetings = Greetings(self._limits.max_greeting, self._limits.hello_s)
 
     async def serve(
         self,
@@ -171,13 +171,7 @@ class TcpFabric(FabricBase[TcpLink]):
                 everywhere = ipaddress.ip_address(host).is_unspecified
                 task_status.started({"port": port} if everywhere else {"host": host, "port": port})
                 while True:
-                    sock = await accept(listening)
-                    if self._greeting >= self._limits.max_greeting:
-                        self._stats.refused += 1
-                        sock.close()
-                    else:
-                        self._greeting += 1
-                        nursery.start_soon(self._serve_connection, sock)
+                    nursery.start_soon(self._serve_connection, await accept(listening))
                     await trio.lowlevel.checkpoint()  # a flood of connections must not starve the loop
 
     async def _serve_connection(self, sock: socket.socket) -> None:
@@ -200,7 +194,7 @@ class TcpFabric(FabricBase[TcpLink]):
         """The link to serve, if this connection opens one; else the connection is attached to its link, or
         closed."""
         try:
-            with trio.move_on_after(self._limits.hello_s):
+            with self._greetings.one():
                 return await self._hello(wire)
             self._stats.errors += 1
         except FabricError:
@@ -208,8 +202,6 @@ class TcpFabric(FabricBase[TcpLink]):
         except RemoteProtocolError:
             self._stats.errors += 1
             await _send_status(wire, MALFORMED)
-        finally:
-            self._greeting -= 1
         wire.close()
         return None
 

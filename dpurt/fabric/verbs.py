@@ -32,6 +32,7 @@ Leaves to others: the host side (`dpurt.fabric.verbs_host`), leases, CRCs.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,7 @@ import trio
 from dpurt.errors import FabricError, QueuePairError, RdmaLimit, RdmaUnavailable
 from dpurt.fabric import AccessCheck, Address, MemoryRegion
 from dpurt.fabric.access import Entry
-from dpurt.fabric.node_link import FabricBase
+from dpurt.fabric.node_link import FabricBase, Greetings
 from dpurt.fabric.verbs_control import Challenge, Control, Denied, Join, Welcome, proof
 from dpurt.fabric.verbs_host import connect
 from dpurt.fabric.verbs_link import VerbsLimits, VerbsLink
@@ -75,7 +76,7 @@ class VerbsFabric(FabricBase[VerbsLink]):
         self.devices = list(devices)
         self._port = port
         self._queue_pairs = queue_pairs
-        self._greeting = 0
+        self._greetings = Greetings(self.limits.max_greeting, self.limits.hello_s)
         self._regions: dict[int, tuple[MemoryRegion, bool]] = {}
         self._rails: dict[str, NodeRail] = {}
         self.rails_off: dict[str, str] = {}  # those that could not be opened, and why
@@ -167,16 +168,8 @@ class VerbsFabric(FabricBase[VerbsLink]):
 
     async def _accept_from(self, listening: socket.socket, nursery: trio.Nursery) -> None:
         while True:
-            self._accepted(await accept(listening), nursery)
+            nursery.start_soon(self._serve_connection, await accept(listening))
             await trio.lowlevel.checkpoint()
-
-    def _accepted(self, sock: socket.socket, nursery: trio.Nursery) -> None:
-        if self._greeting >= self.limits.max_greeting:
-            self._stats.refused += 1
-            sock.close()
-            return
-        self._greeting += 1
-        nursery.start_soon(self._serve_connection, sock)
 
     async def _serve_connection(self, sock: socket.socket) -> None:
         control = Control(sock, "unknown host")
@@ -193,17 +186,17 @@ class VerbsFabric(FabricBase[VerbsLink]):
     async def _greet(self, control: Control) -> VerbsLink | None:
         """The link to serve, if the host may have one."""
         try:
-            return await self._hello(control, trio.current_time() + self.limits.hello_s)
+            with self._greetings.one():
+                return await self._hello(control)
+            self._stats.errors += 1
         except (FabricError, QueuePairError):
             self._stats.errors += 1
-        finally:
-            self._greeting -= 1
         return None
 
-    async def _hello(self, control: Control, deadline: float) -> VerbsLink | None:
+    async def _hello(self, control: Control) -> VerbsLink | None:
         nonce = secrets.token_bytes(16)
         control.post(Challenge(nonce))
-        join = await control.expect(Join, deadline)
+        join = await control.expect(Join, math.inf)  # see `Greetings`
         token = self._table.token_of(join.session)
         said = proof(token or bytes(16), "host", (nonce, join.nonce), join.session, join.lanes)
         if not secrets.compare_digest(said, join.proof) or token is None:

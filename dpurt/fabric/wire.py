@@ -24,6 +24,7 @@ _WINDOW_BYTES = 2 << 20  # per system call: smaller ones measured slower, larger
 _WINDOW_BUFFERS = 64
 _TURN_BYTES = 4 << 20
 _TURN_FRAMES = 16
+_FRAME_ENTRIES = 64
 _SOCKET_BUFFER_BYTES = 4 << 20
 _LOW_WATER_BYTES = 1 << 20
 _AHEAD_BYTES = 4096  # of a request's frame and what follows it: these are copied once more
@@ -172,10 +173,15 @@ class Wire:
             await self.receive(Cursor([part]), deadline)
             count -= len(part)
 
+    def answered(self, entries: int) -> None:
+        """The last frame had so many entries: many are as much work as many frames."""
+        self._frames += entries // _FRAME_ENTRIES
+
     async def at_end(self) -> bool:
         """Wait for the first bytes of a next frame (False) or the peer's orderly or sudden end (True)."""
         self._frames += 1
-        if self._frames % _TURN_FRAMES == 0:
+        if self._frames >= _TURN_FRAMES:
+            self._frames = 0
             await trio.lowlevel.checkpoint()
         while not self._ahead:
             try:

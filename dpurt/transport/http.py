@@ -20,7 +20,7 @@ import h11
 import msgspec
 import trio
 
-from dpurt.errors import NodeUnavailable, RemoteProtocolError
+from dpurt.errors import ConfigError, NodeUnavailable, RemoteProtocolError
 
 __all__ = ["HttpAnswer", "HttpRequest", "get", "listen", "port_of", "serve"]
 
@@ -68,9 +68,12 @@ async def get(url: str, max_bytes: int = 4 << 20) -> bytes:
 
 
 async def listen(bind: str) -> list[trio.SocketListener]:
-    """Listeners on ``host:port``."""
+    """Listeners on ``host:port``. Raises ConfigError."""
     host, _, port = bind.rpartition(":")
-    return await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
+    try:
+        return await trio.open_tcp_listeners(int(port), host=host.strip("[]"))
+    except OSError as error:
+        raise ConfigError(bind, f"cannot bind: {error.strerror}") from error
 
 
 def port_of(listeners: list[trio.SocketListener]) -> int:

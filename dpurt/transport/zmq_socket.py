@@ -61,6 +61,7 @@ ROUTER_RETRY_S = 0.01
 _DONTWAIT = int(zmq.DONTWAIT)  # a plain int costs libzmq's wrapper less than the enum
 _EVENTS = int(zmq.EVENTS)
 ZAP_DOMAIN = b"dpurt"
+Z85_KEY_CHARS = 40
 Kind = Literal["DEALER", "ROUTER", "PUB", "SUB", "REP"]
 Part = bytes | memoryview | zmq.Frame
 T = TypeVar("T")
@@ -77,11 +78,17 @@ class CurveServer:
 
 @dataclass(frozen=True, slots=True)
 class CurveClient:
-    """Our key pair and the server's public key (all Z85)."""
+    """Our key pair and the server's public key, all in Z85 as `dpurt.keys` reads them. Raises ConfigError."""
 
-    public_key: bytes
-    secret_key: bytes = field(repr=False)
-    server_key: bytes
+    public_key: str
+    secret_key: str = field(repr=False)
+    server_key: str
+
+    def __post_init__(self) -> None:
+        for name in ("public_key", "secret_key", "server_key"):
+            key = getattr(self, name)
+            if not isinstance(key, str) or not key.isascii() or len(key) != Z85_KEY_CHARS:
+                raise ConfigError(f"curve.{name}", f"expected a Z85 key, a str of {Z85_KEY_CHARS} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,10 +398,12 @@ def _apply(socket: zmq.Socket[bytes], kind: Kind, options: SocketOptions) -> Non
 
 
 def _apply_curve(socket: zmq.Socket[bytes], curve: CurveServer | CurveClient) -> None:
-    socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
-    if isinstance(curve, CurveClient):
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public_key)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_key)
+    if isinstance(curve, CurveServer):
+        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
+    else:
+        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public_key.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_key.encode())
         return
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)

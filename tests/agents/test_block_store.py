@@ -724,3 +724,12 @@ def test_a_power_loss_never_gives_wrong_bytes(seed: int, power_off_after: int) -
         await _crash_and_check(seed, power_off_after, is_power_loss=True)
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+async def test_a_damaged_superblock_never_brings_an_epoch_back(slot: int) -> None:
+    bdev, store = await new_store()
+    await store.set_epoch("llama", 4)
+    bdev.image[slot * 32768 + 20] ^= 1
+    again, _ = await open_store(MemoryBdev(image=bdev.image))
+    assert again.epochs == {"llama": 4}

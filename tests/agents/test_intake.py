@@ -15,7 +15,7 @@ from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
 from dpurt.core.device_model import DeviceProfile
 from dpurt.testing.agents import Agents, capacity, running_agents, small_space
-from dpurt.testing.node_steps import PAYLOAD, payload
+from dpurt.testing.node_steps import PAYLOAD, payload, tokens
 from dpurt.wire import messages as m
 
 SLOW = DeviceProfile(
@@ -385,3 +385,19 @@ async def test_a_host_that_goes_during_a_commit_breaks_nothing(monkeypatch: pyte
             agents.intake.close_session(1)
         await agents.until_written()
         agents.assert_nothing_held()
+
+
+async def test_one_commit_of_two_ranks_stores_each_under_its_own() -> None:
+    async with agents_in_memory(num_shards=2) as agents:
+        commits: list[m.CommitBlock] = []
+        for shard in (0, 1):
+            rooms = agents.reserve(0, 1, 2, shard=shard)
+            commits += agents.write(rooms, [10 * shard, 10 * shard + 1, 10 * shard + 2])
+        mixed = [commits[i] for i in (0, 3, 1, 4, 2, 5)]
+        assert await agents.commit(mixed) == ["stored"] * 6
+        ids = agents.index.match(agents.state, tokens(0, 1, 2), None)
+        assert len(ids) == 3
+        for shard in (0, 1):
+            for number, block_id in enumerate(ids.tolist()):
+                slot = agents.state.slot_of(block_id, shard)
+                assert bytes(agents.state.payload(slot)) == payload(10 * shard + number)

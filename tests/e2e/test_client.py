@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
@@ -654,3 +655,45 @@ def test_a_stopped_node_never_holds_a_thread_longer_than_its_budget(tmp_path: Pa
                 return False
 
         eventually(works_again)
+
+
+# --- what callers give ---
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.arange(32),  # numpy's own choice, 64 bits
+        np.arange(32, dtype=np.float32),
+        list(range(32)),
+        b"abc",
+        "abcd",
+    ],
+    ids=["int64", "float32", "list", "odd", "str"],
+)
+async def test_tokens_of_another_width_are_refused_before_they_are_sent(given: Any, tmp_path: Path) -> None:
+    async with running(small_config(tmp_path / "run")) as node, host(node, node.config) as client:
+        before = node.gateway.messages
+        for call in (
+            lambda: client.lookup("s", "r", given),
+            lambda: client.store("s", "r", given, 0, [payload(1)]),
+            lambda: client.explain("s", given),
+            lambda: client.route("s", given),
+        ):
+            with pytest.raises(ValueError, match=r"tokens must be bytes or a buffer of 32-bit integers"):
+                await call()
+        assert node.gateway.messages == before
+
+
+async def test_numpy_arrays_are_tokens_payloads_and_buffers(tmp_path: Path) -> None:
+    async with running(small_config(tmp_path / "run")) as node, host(node, node.config) as client:
+        prompt = np.frombuffer(tokens(1, 2), np.int32)
+        kv = [np.frombuffer(one, np.float16) for one in payloads(1, 2)]
+        assert await client.store("s", "r", prompt, 0, kv) == ["stored"] * 2
+        assert (await client.lookup("s", "q", tokens(1, 2))).matched_blocks == 2
+        into = [np.zeros(PAYLOAD // 2, np.float16) for _ in range(2)]
+        assert statuses(await client.load("q", 0, into)) == ["ok"] * 2
+        assert [one.tobytes() for one in into] == payloads(1, 2)
+        for bad in (np.zeros((2, PAYLOAD // 2), np.uint8)[:, ::2], None, 7):
+            with pytest.raises(ValueError, match="buffer"):
+                await client.load("q", 0, [bad])

@@ -311,3 +311,49 @@ def test_decode_staging_too_small_for_its_groups_is_refused(tmp_path: Path) -> N
     space = small_space("s", decode=decode_table(staging_bytes=3 * PART_SLOT))
     with pytest.raises(ConfigError, match=r"decode\.staging_bytes"):
         small_config(tmp_path, space=[space])
+
+
+async def test_a_load_of_another_rank_gets_that_ranks_parts_or_none(tmp_path: Path) -> None:
+    space = small_space("s", tp_size=2, decode=decode_table())
+    async with node_and_host(tmp_path, "tcp", space=[space], prefetch={"enabled": False}) as (_, client):
+        prompt = tokens(1, 2, 3)
+        kv = [[payload(10 * shard + block) for block in (1, 2, 3)] for shard in (0, 1)]
+        for shard in (0, 1):
+            stored = await client.store("s", f"w{shard}", prompt, 0, kv[shard], shard=shard)
+            assert stored == ["stored"] * 3
+
+        async def check(shard: int, group: int) -> None:
+            into = buffers(2, PART_BYTES)
+            loaded = await client.load_blocks("r", [1, 2], into, parts=(group, group + 1), shard=shard)
+            assert statuses(loaded) == ["ok", "ok"]
+            cut = slice(group * PART_BYTES, (group + 1) * PART_BYTES)
+            assert [bytes(one) for one in into] == [kv[shard][1][cut], kv[shard][2][cut]]
+
+        await client.lookup("s", "r", prompt)
+        await client.decode_step("r", 1, 0, [1, 2])
+        await check(0, 0)
+        await check(1, 0)
+        await client.lookup("s", "r", prompt, shard=1)
+        await check(1, 0)
+        await client.decode_step("r", 2, 0, [1, 2], shard=1)
+        await check(1, 0)
+        await check(1, 2)
+        await client.lookup("s", "r", prompt)
+        await client.decode_step("r", 3, 0, [1, 2])
+        await check(0, 0)
+
+
+async def test_a_request_looked_up_by_a_shorter_form_of_its_prompt_decodes_on(tmp_path: Path) -> None:
+    async with decoding(tmp_path, prefetch_per_turn=0) as (node, client):
+        await step(client, 0, 1, [1, 13])
+        assert (await client.lookup("s", "r", tokens(*BLOCKS[:8]))).matched_blocks == 8
+        assert await step(client, 1, 2, [2, 20]) == ["nvme", "nvme"]
+        assert await step(client, 2, 1, [2, 13]) == ["nvme", "staging"]
+        assert node.gateway.restarts == 0
+        state = node.index.spaces["s"]
+        block_id = int(node.index.match(state, tokens(*BLOCKS), None)[13])
+        node.index.drop(state, block_id, "checksum", trio.current_time())
+        assert statuses(await take(client, [2, 13], 1)) == ["ok", "miss"], (
+            "what is dropped leaves, in the index or not"
+        )
+        assert_adds_up(node)

@@ -10,6 +10,8 @@ import trio
 import trio.lowlevel
 
 from dpurt.client import Client
+from dpurt.core.prefetch import Fetch
+from dpurt.errors import RemoteProtocolError
 from dpurt.node import Node
 from dpurt.testing.node_steps import (
     buffers,
@@ -26,6 +28,7 @@ from dpurt.testing.node_steps import (
     until,
     written,
 )
+from dpurt.wire import messages as m
 
 pytestmark = pytest.mark.parametrize("fabric", ["shm", "tcp"])
 
@@ -184,3 +187,28 @@ async def test_the_end_of_a_host_in_the_middle_of_placements_leaves_nothing(tmp_
         await until(lambda: sum(slab.pool.stats().leases for slab in node.staging.slabs) == 0)
         await trio.lowlevel.checkpoint()
         assert ledger(node)["open"] == 0
+
+
+async def test_a_zone_that_goes_before_a_placement_begins_leaves_no_lease(tmp_path: Path, fabric: str):
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await store(client, "w", 1, 2)
+        await client.landing_zone("s", 8)
+        [zone], state = node.placement._zones, node.index.spaces["s"]
+        refs = state.refs(state.index.handles(node.index.match(state, tokens(1, 2), None)).tolist(), 0)
+        node.placement._carry_out(zone, [Fetch(job, ref, None, 1e9, "hint") for job, ref in enumerate(refs)])
+        node.placement.close_session(zone.session.number)
+        await until(lambda: not zone.cancels)
+        assert node.staging.slabs[0].pool.stats().leases == 0
+        assert node.staging.lease_staged(refs[0], zone.owner) is None
+
+
+async def test_what_a_host_says_it_took_from_no_zone_counts_nowhere(tmp_path: Path, fabric: str):
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await store(client, "w", 1, 2)
+        await client.lookup("s", "r", tokens(1, 2))
+        assert (await client._talk.call(m.Used(request="r", blocks=[0, 1]), m.Ok)).count == 0
+        await client.landing_zone("s", 8)
+        assert (await client._talk.call(m.Used(request="r", blocks=[0, 1, 1]), m.Ok)).count == 2
+        with pytest.raises(RemoteProtocolError, match="shard 7"):
+            await client._talk.call(m.Used(request="r", blocks=[0], shard=7), m.Ok)
+        assert node.gateway.hosts.counters["host-a"].landing == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -618,6 +620,21 @@ async def test_after_a_bump_a_client_of_the_old_weights_stores_and_loads_nothing
             assert statuses(await load(new, "q", 0)) == ["ok"]
 
 
+async def test_after_a_bump_nobody_plans_what_is_gone(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        for turn in range(3):
+            blocks = range(10 * turn, 10 * turn + 3)
+            await store(client, f"s{turn}", *blocks)
+            await client.lookup("s", f"q{turn}", tokens(*blocks))
+            await client.finish(f"q{turn}")
+        await bump(node)
+        core = node.prefetch.core
+        assert core is not None
+        planned = core.stats().total.planned
+        await trio.sleep(2)
+        assert core.stats().total.planned == planned
+
+
 async def test_a_lookup_under_way_at_a_bump_says_so_in_the_same_call(tmp_path: Path) -> None:
     async with node_and_host(tmp_path) as (node, client):
         await store(client, "r", 0)
@@ -835,3 +852,18 @@ async def test_a_node_writes_no_more_than_its_drives_may_take_a_day_but_what_is_
         assert isinstance(stats, dict)
         assert (stats["admitted"], stats["admitted_again"], stats["spent_bytes"]) == (14, 4, 14 * RECORD)
         assert stats["bytes_written"] == 14 * RECORD
+
+
+async def test_a_node_without_descriptors_left_still_tells_its_counters(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        before = (await client.stats())["node"]
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            found = (await client.stats())["node"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert before.keys() - found.keys() == {"rss_bytes", "open_fds"}
+        assert node.gateway.restarts == 0

@@ -254,6 +254,9 @@ async def test_only_one_recording_at_a_time_and_only_to_a_new_file(tmp_path: Pat
         assert "no recording" in await refused(m.Record())
         assert "exists" in await refused(m.Record(path=str(tmp_path / "one")))
         assert "No such file" in await refused(m.Record(path=str(tmp_path / "nowhere" / "x")))
+        assert "absolute" in await refused(m.Record(path="here"))
+        assert "absolute" in await refused(m.Record(path="/a\0b"))
+        assert node.gateway.restarts == 0
     assert read_recording(tmp_path / "one").is_whole
 
 
@@ -308,6 +311,27 @@ async def test_a_disk_that_fails_ends_the_recording_and_not_the_node(
             assert node.staging.tape is None
             await traffic(client, rounds=1)
     assert lint(tmp_path / "full") == []
+
+
+async def test_a_full_disk_is_an_answer_to_who_wants_a_recording_and_the_next_one_may_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(fd: int, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    config, path = config_of(tmp_path), tmp_path / "full"
+    async with serving(Node(config)) as node:
+        with monkeypatch.context() as full:
+            full.setattr(recorder_module.os, "write", no_space)
+            with pytest.raises(RemoteProtocolError, match="No space left"):
+                await trio.to_thread.run_sync(
+                    ask, config.node.run_path, m.Record(path=str(path)), m.RecordReply
+                )
+        assert (node.gateway.restarts, node.recorder.recording, path.exists()) == (0, None, False)
+        assert node.recorder.start(path).path == path
+        monkeypatch.setattr(recorder_module.os, "write", no_space)  # and the node ends in order all the same
+    monkeypatch.undo()
+    assert node.recorder.failures == 2
 
 
 async def test_a_recording_ends_when_it_is_as_large_as_it_may_be(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class Keys:
         )  # fmt: skip
 
     def client(self, pair: keys.KeyPair) -> CurveClient:
-        return CurveClient(pair.public.encode(), pair.secret.encode(), self.node.public.encode())
+        return CurveClient(pair.public, pair.secret, self.node.public)
 
 
 def two_tenants(run_dir: Path, **tables: Any) -> Config:

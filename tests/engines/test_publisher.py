@@ -481,6 +481,7 @@ def test_windowed_groups_do_not_count_neither_when_stored_nor_when_removed() -> 
     ("fields", "reason"),
     [
         ({"block_size": 3}, "block_size"),
+        ({"token_ids": list(range(100 * BLOCK))}, "too_long"),
         ({"lora_name": "unknown"}, "lora"),
         ({"medium": "STORAGE"}, "medium"),
         ({"medium": "MARS"}, "medium"),

@@ -196,14 +196,16 @@ async def test_links_beyond_the_limit_are_told_there_is_no_room():
         await host.aclose()
 
 
-async def test_connections_that_do_not_say_hello_are_bounded():
-    async with tcp_rig(max_greeting=2, hello_s=5) as rig:
-        idle = [await dial(rig) for _ in range(2)]
-        await trio.testing.wait_all_tasks_blocked(0.05)
-        third = await dial(rig)
-        await ends(third)
-        assert rig.fabric.stats.refused == 1
-        for stream in (*idle, third):
+async def test_of_connections_that_do_not_say_hello_the_oldest_goes_and_who_says_it_comes_in():
+    async with tcp_rig(max_greeting=2, hello_s=50) as rig:
+        idle = [await dial(rig) for _ in range(5)]
+        for stream in idle[:3]:
+            await ends(stream)
+        assert rig.fabric.stats.errors == 3
+        host = await rig.open()
+        assert rig.fabric.is_linked(ALICE)
+        await host.aclose()
+        for stream in idle:
             await stream.aclose()
 
 
@@ -288,3 +290,24 @@ async def test_the_address_that_is_asked_for_is_the_one_bound():
             await trio.open_tcp_stream("127.0.0.1", rig.address["port"])
     with pytest.raises(ValueError, match="wildcard"):
         wire.listener("", 0)
+
+
+async def test_many_entries_of_no_bytes_do_not_keep_others_from_their_turn():
+    async with tcp_rig() as rig:
+        stream = await welcome(rig)
+        crowd = request(1, *[(SHARED, 0, 0, LEASE)] * 1024)
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            await stream.send_all(crowd * 15)
+            await exactly(stream, 8 * 15)
+            nursery.cancel_scope.cancel()
+        assert turns >= 15
+        await stream.aclose()

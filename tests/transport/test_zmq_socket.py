@@ -348,7 +348,7 @@ STRANGER = keys.generate()
 
 
 def as_client(pair: keys.KeyPair, server: str = SERVER.public) -> SocketOptions:
-    return SocketOptions(curve=CurveClient(pair.public.encode(), pair.secret.encode(), server.encode()))
+    return SocketOptions(curve=CurveClient(pair.public, pair.secret, server))
 
 
 @asynccontextmanager
@@ -415,3 +415,10 @@ async def test_user_id_is_none_without_curve(context: Context) -> None:
     with trio.fail_after(5):
         await dealer.send([b"x"])
         assert user_id(await router.recv_frames()) is None
+
+
+@pytest.mark.parametrize("bad", ["", "short", b"x" * 40, "\u00e4" * 40])
+def test_a_key_that_is_none_is_said_by_its_name(bad: object) -> None:
+    good = "x" * 40
+    with pytest.raises(ConfigError, match=r"curve.server_key: expected a Z85 key"):
+        CurveClient(good, good, bad)  # type: ignore[arg-type]

@@ -103,4 +103,4 @@ def _curve(where: str, settings: NodeSettings) -> CurveClient | None:
     if settings.curve_node is None:
         raise ConfigError(where, "`curve_pair` needs `curve_node`, the node's public key")
     pair = keys.load_pair(Path(settings.curve_pair))
-    return CurveClient(pair.public.encode(), pair.secret.encode(), settings.curve_node.encode())
+    return CurveClient(pair.public, pair.secret, settings.curve_node)
