@@ -290,7 +290,8 @@ MACHINE: tuple[Callable[[], Finding], ...] = (
 
 def _staging_fits(config: Config, available: int) -> Iterator[Finding]:
     needed = config.staging.bytes + sum(host.inbound_bytes for host in config.host)
-    detail = f"{needed / GIB:.2f} GiB for staging and inbound regions, {available / GIB:.2f} GiB available"
+    needed += sum(space.decode_bytes for space in config.space)
+    detail = f"{needed / GIB:.2f} GiB for staging, decode staging and inbound regions, {available / GIB:.2f} GiB available"
     yield Finding("staging", "ok" if needed < NEAR_LIMIT * available else "warn", detail)
     if config.envelope is not None and config.envelope.model:
         yield Finding("envelope", "ok", f"a model, not this machine: {config.envelope.source}")

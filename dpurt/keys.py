@@ -45,20 +45,29 @@ def save(pair: KeyPair, stem: Path) -> tuple[Path, Path]:
     if public.exists():
         raise ConfigError(str(public), "exists already; remove it first if it is not used any more")
     write_secret(secret, pair.secret)
-    public.write_text(pair.public + "\n")
+    try:
+        public.write_text(pair.public + "\n")
+    except OSError as error:
+        for path in (secret, public):  # half a pair is of no use, and would be in the way of the next try
+            path.unlink(missing_ok=True)
+        raise ConfigError(str(public), f"cannot write: {error.strerror}") from error
     return secret, public
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Make a new file of mode 0600."""
+    """Make a new file of mode 0600. ConfigError, and no file, where that does not work."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise ConfigError(str(path), "exists already; remove it first if it is not used any more") from None
     except OSError as error:
         raise ConfigError(str(path), f"cannot write: {error.strerror}") from error
-    with os.fdopen(handle, "w") as file:
-        file.write(text + "\n")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(str(path), f"cannot write: {error.strerror}") from error
 
 
 def generate_salt() -> str:

@@ -28,6 +28,10 @@ MAX_BYTES = 64 << 20
 ROUNDS = 3
 TIMEOUT_S = 30.0
 _MIB = 1 << 20
+_ADVICE = "is the node running, and this the host's machine?"
+_ADVICE_KEYS = (  # a node does not answer a key it does not know
+    "is the node running, this host's public key in its authorized_keys_dir, and --node-key the node's?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ async def _probe(config: Config, host: HostConfig, kind: str, curve: CurveClient
                 title, "ok", "; ".join([detail, *_lanes(client), f"chosen: {reply.fabric_reason}"])
             )
     except DpurtError as error:
-        return Finding(title, "warn", str(error), "is the node running, and this the host's machine?")
+        return Finding(title, "warn", str(error), _ADVICE if curve is None else _ADVICE_KEYS)
 
 
 async def _move(client: Client, name: str, space: Space) -> str:

@@ -148,6 +148,20 @@ def test_generated_keys_are_private_and_belong_together(tmp_path: Path, capsys: 
     assert keys.load_authorized(tmp_path) == {keys.load_pair(secret).public: "node"}
 
 
+def test_a_full_disk_leaves_no_half_of_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for command, patched in (("generate", "write_text"), ("salt", None)):
+        with monkeypatch.context() as full:
+            full.setattr(*((Path, patched) if patched else (keys.os, "fdopen")), no_space)
+            assert cli.main(["keys", command, str(tmp_path / "node")]) == 2
+        assert "No space left on device" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_keys_are_never_overwritten(tmp_path: Path) -> None:
     assert cli.main(["keys", "generate", str(tmp_path / "node")]) == 0
     before = (tmp_path / "node.secret").read_text()

@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import math
+import os
 import signal
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def set_up_logging(level: str, *, as_json: bool) -> None:
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
         if as_json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
     )
     structlog.configure(
         processors=[

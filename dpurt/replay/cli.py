@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dpurt.json_output import check_writable, write_json
+from dpurt.json_output import check_writable, write_json, write_text
 from dpurt.replay import attention_cli
 from dpurt.replay.arguments import add_arguments, reading_of, scenarios_of
 from dpurt.replay.attention_cli import is_attention
 from dpurt.replay.decisions import verify
 from dpurt.replay.engine import Scenario
-from dpurt.replay.formats import read_trace
+from dpurt.replay.formats import UNFINISHED, read_trace
 from dpurt.replay.page import as_page
 from dpurt.replay.policies import POLICIES, policies_named
 from dpurt.replay.recording import read_recording, scenario_of
@@ -52,14 +53,17 @@ def run(args: argparse.Namespace) -> int:
         results = sweep(trace, args.file, reading, runs, args.jobs or _jobs(trace, len(runs)), journal)
     compared = list(_compared(results, len(policies), trace))
     if args.html is not None:
-        args.html.write_text(as_page(compared), encoding="utf-8")
+        write_text(args.html, as_page(compared))
     _write(args.json, scenarios, compared)
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     """Decisions of a recording, fed back. 1 when one differs."""
-    verdict = verify(read_recording(args.file))
+    recording = read_recording(args.file)
+    verdict = verify(recording)
+    if not recording.is_whole:
+        print(f"note: {UNFINISHED}; what comes before it was compared", file=sys.stderr)
     if args.json is not None:
         write_json(args.json, {"is_equal": verdict.is_equal, **asdict(verdict)})
     else:

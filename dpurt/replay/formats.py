@@ -29,9 +29,10 @@ from dpurt.replay.lines import first_line
 from dpurt.replay.recording import is_recording, read_recording, requests_of
 from dpurt.replay.trace import MooncakeLine, Request, Trace, read_mooncake
 
-__all__ = ["FORMATS", "Reading", "read_trace", "recognise"]
+__all__ = ["FORMATS", "UNFINISHED", "Reading", "read_trace", "recognise"]
 
 FORMATS = ("mooncake", "qwen-bailian", "ragpulse", "weka", "dpurt-recording", "azure")
+UNFINISHED = "the recording's writer was killed: its end is missing"
 _CHAINED = {"mooncake", "weka", "dpurt-recording"}
 
 
@@ -99,9 +100,7 @@ def read_trace(path: Path, how: Reading = Reading()) -> Trace:
 def _recorded(path: Path, how: Reading) -> Trace:
     recording = read_recording(path)
     requests = requests_of(recording)
-    notes: tuple[str, ...] = (
-        () if recording.is_whole else ("the recording's writer was killed: its end is missing",)
-    )
+    notes: tuple[str, ...] = () if recording.is_whole else (UNFINISHED,)
     if recording.lost:
         notes += (f"{recording.lost} lines of the recording are missing",)
     return Trace(

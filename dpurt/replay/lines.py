@@ -36,6 +36,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     raise ConfigError(f"{path}:{number}", problem)
                 if line.strip():
                     yield number, line
+    except FileNotFoundError as error:
+        raise ConfigError(str(path), f"cannot read: {error.strerror}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}:{number + 1}", f"expected a readable trace: {error}") from error
 

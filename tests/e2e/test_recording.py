@@ -140,7 +140,9 @@ def test_another_order_of_use_gives_another_victim(tmp_path: Path) -> None:
     assert "victim" in verify(changed(path, tmp_path / "r", turn_round)).difference
 
 
-def test_a_killed_nodes_recording_is_fed_back_as_far_as_it_goes(recorded: Path, tmp_path: Path) -> None:
+def test_a_killed_nodes_recording_is_fed_back_as_far_as_it_goes(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = recorded.read_bytes()
     torn = tmp_path / "torn"
     for size in range(len(whole) // 2, len(whole), len(whole) // 23):
@@ -149,6 +151,8 @@ def test_a_killed_nodes_recording_is_fed_back_as_far_as_it_goes(recorded: Path, 
         assert not recording.is_whole
         assert verify(recording).difference == ""
         assert lint(torn) == []
+    assert cli.main(["replay", str(torn), "--verify"]) == 0
+    assert "its end is missing" in capsys.readouterr().err
 
 
 def test_the_recording_knows_what_hosts_asked_for(recording: Recording) -> None:

@@ -45,6 +45,16 @@ def test_json_to_stdout_and_to_a_file_is_the_same_but_for_time(capsys, tmp_path)
     assert shown["regret_to_oracle"] is None
 
 
+def test_a_page_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+    def no_space(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    page = tmp_path / "out.html"
+    monkeypatch.setattr("pathlib.Path.write_text", no_space)
+    assert main(["replay", str(SLICE), "--limit", "40", "--policy", "lru", "--html", str(page)]) == 2
+    assert f"{page}: cannot write: No space left on device" in capsys.readouterr().err
+
+
 def test_arguments_make_the_scenario():
     args = parse(
         "--staging", "0.1", "--device", "nvme", "--bandwidth", "2.5G", "--lookahead", "9", "--budget", "3"
