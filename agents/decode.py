@@ -140,7 +140,9 @@ class Decoding:
 
     def follow(self) -> None:
         """The scope may have been looked up anew, by a shorter form of its prompt too: what that leaves out is as it was."""
-        self.handles = np.concatenate((self.scope.handles, self.handles[len(self.scope.handles) :]))
+        now, before = self.scope.handles, self.handles
+        if now is not before:
+            self.handles = now if len(now) >= len(before) else np.concatenate((now, before[len(now) :]))
         self.staging.extend(len(self.handles))
 
     def key(self, slot: int) -> int:

@@ -45,6 +45,7 @@ class PrefetchAgent(Actor[None]):
         self.tape: Tape | None = None
         self.events_seen = 0  # of requests, not of the device
         self._events: deque[tuple[Event, float]] = deque()  # with when they came, for the tape
+        self._handled = 0
         self._wake = trio.Event()
 
     def observe(self, event: Event) -> None:
@@ -58,6 +59,12 @@ class PrefetchAgent(Actor[None]):
         elif self.tape is not None:
             now = trio.current_time()
             self.tape.told(event, now, now)
+
+    async def caught_up(self) -> None:
+        """Return when what it has been told so far is handled."""
+        goal = self._handled + len(self._events)
+        while self.core is not None and self._handled < goal:  # noqa: ASYNC110 - rare, and for milliseconds
+            await trio.sleep(0.001)
 
     def give_up(self) -> None:
         """No more prefetch."""
@@ -83,6 +90,7 @@ class PrefetchAgent(Actor[None]):
         now = trio.current_time()
         for _ in range(min(BATCH, len(self._events))):
             event, heard = self._events.popleft()
+            self._handled += 1
             if self.tape is not None:
                 self.tape.told(event, now, heard or now)
             if (commands := core.handle(event, now)) or self.tape is not None:

@@ -72,6 +72,7 @@ DRAIN_S = 10.0
 NVME_LATENCY_S = 0.0001
 LOAD_S = 0.01  # of a block by a host, at least, until one is measured
 GIVE_S = 10.0  # for a device to map our memory
+SWEEP = 128  # blocks of an ended epoch at a time: the predictors hear of each
 FOREIGN = (
     "these segments of the store are of spaces, or epochs of spaces, that this topology does not have; "
     "their room will be used again (was a field of a space changed?)"
@@ -469,11 +470,11 @@ class Node:
         return epoch
 
     async def _sweep(self, old: SpaceState) -> None:
-        """Give a retired epoch's slots and extents back, a few thousand at a time. Nobody can reach them any more."""
+        """Give a retired epoch's slots and extents back, some at a time. Nobody can reach them any more."""
         table = old.index.table
         live = table.live()
-        for at in range(0, len(live), 4096):
-            ids = live[at : at + 4096]
+        for at in range(0, len(live), SWEEP):
+            ids = live[at : at + SWEEP]
             self.index.bury(old, ids)
             extents = table.where[ids, table.first_extent :]
             for extent in extents[extents >= 0].tolist():
@@ -484,6 +485,7 @@ class Node:
                     old.slab.pool.drop(ref)
                     self._observe(Dropped(ref))  # else predictors would go on asking for it
             await trio.lowlevel.checkpoint()
+            await self.prefetch.caught_up()  # it has to hear of all of them while they still have names
         self.index.forget_retired(old)
 
     # --- looking in ---
