@@ -236,15 +236,8 @@ class DecodeAgent:
         )  # fmt: skip
         layouts = [layout.of_part(part) for part in range(layout.num_parts)]
         decoding = Decoding(
-            scope,
-            scope.shard,
-            scope.handles,
-            room,
-            room.free.pop(0),
-            staging,
-            layouts,
-            settings.lookahead_groups,
-        )
+            scope, scope.shard, scope.handles, room, room.free.pop(0), staging, layouts, settings.lookahead_groups
+        )  # fmt: skip
         self._sequences[scope.sequence] = decoding
         return decoding
 

@@ -28,7 +28,7 @@ from dpurt.core.store_turns import StoreTurns
 from dpurt.errors import BdevError, BdevTimeout, ConfigError
 
 log = structlog.get_logger()
-SPAN = 1 << 44  # bytes of a device a store may use: 16 TiB
+SPAN = 1 << 48  # bytes of a device a store may use: 256 TiB
 _DOWN = ("unavailable", "gone", "closed")
 
 
@@ -38,6 +38,10 @@ class FlashTier:
     def __init__(self, stores: Sequence[BlockStore]) -> None:
         if not stores:
             raise ValueError("a flash tier needs a store")
+        if any(store.capacity_bytes > SPAN for store in stores):
+            raise ConfigError(
+                "$.bdev", f"expected a capacity of at most {SPAN} bytes each: set capacity_bytes"
+            )
         self.stores = tuple(stores)
         self.on_lost: Callable[[int, int], None] = lambda first, stop: None
         self._turns = StoreTurns(len(self.stores))

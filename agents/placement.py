@@ -130,7 +130,8 @@ class PlacementAgent(Actor[None]):
         self, session: Session, state: SpaceState, shard: int, region: int, num_slots: int, owner: int
     ) -> None:
         """`session` offers `num_slots` slots of the space's blocks at its landing region. It replaces one it had."""
-        for old in [z for z in self._zones if z.session is session and z.state is state and z.shard == shard]:
+        old = self._zone_of(session, state, shard)
+        if old is not None:
             self._close(old)
         layout = ZoneLayout(num_slots, tuple(state.part_bytes))
         writer = ZoneWriter(layout, region, self._push_to(session))
@@ -152,7 +153,13 @@ class PlacementAgent(Actor[None]):
 
     def has_zone(self, session: Session, state: SpaceState, shard: int) -> bool:
         """Does the session offer one for such blocks?"""
-        return any(z.session is session and z.state is state and z.shard == shard for z in self._zones)
+        return self._zone_of(session, state, shard) is not None
+
+    def _zone_of(self, session: Session, state: SpaceState, shard: int) -> Zone | None:
+        for zone in self._zones:
+            if zone.session is session and zone.state is state and zone.shard == shard:
+                return zone
+        return None
 
     def close_session(self, number: int) -> None:
         """The session is over: its zones are memory nobody writes to any more."""
@@ -231,13 +238,14 @@ class PlacementAgent(Actor[None]):
         """The host has taken these blocks out of its zone: needs that the first hop served too."""
         for ref in refs:
             self.first_hop(Demanded(ref, sequence, self._staging.where(ref)))
-        for zone in self._zones:
-            if zone.session is session and zone.state is state and zone.shard == shard:
-                for ref in refs:
-                    if zone.slots.is_filling(ref):  # the host found it there before we heard that it is
-                        zone.early_uses.setdefault(ref, set()).add(sequence)
-                    else:
-                        self._count_use(zone, ref, sequence)
+        zone = self._zone_of(session, state, shard)
+        if zone is None:
+            return
+        for ref in refs:
+            if zone.slots.is_filling(ref):  # the host found it there before we heard that it is
+                zone.early_uses.setdefault(ref, set()).add(sequence)
+            else:
+                self._count_use(zone, ref, sequence)
 
     def _count_use(self, zone: Zone, ref: int, sequence: int) -> None:
         zone.slots.used(ref)

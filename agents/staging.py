@@ -534,14 +534,18 @@ class StagingAgent(Actor[None]):
         trio.lowlevel.spawn_system_task(wait)  # it must outlive a restart of this agent
 
     def _on_dropped(self, state: SpaceState, dropped: Dropped, reason: str) -> None:
-        """The index lost blocks: their slots and extents go too."""
-        for handle in dropped.handles.tolist():
+        """The index lost blocks."""
+        self.let_go(state, dropped.handles, dropped.extents)
+
+    def let_go(self, state: SpaceState, handles: NDArray[np.int64], extents: NDArray[np.int64]) -> None:
+        """Of blocks that are no more: their slots and extents are free, and the predictors hear of each."""
+        for handle in handles.tolist():
             for shard in range(state.num_shards):
                 ref = state.ref(handle, shard)
                 state.slab.pool.drop(ref)
                 self._unreadable.discard(ref)
                 self.observe(BlockDropped(ref))
-        for extent in dropped.extents[dropped.extents >= 0].tolist():
+        for extent in extents[extents >= 0].tolist():
             self._storage.store.forget(extent)
 
     # --- scopes, sessions, leases ---

@@ -45,7 +45,7 @@ from dpurt.bdev.spdk import SpdkBdev
 from dpurt.config import BdevConfig, Config, FileBdevConfig, ModelledBdevConfig
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.endurance import DAY_S, WriteBudget
-from dpurt.core.events import Dropped, Event
+from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
 from dpurt.core.index_feed import IndexFeed
 from dpurt.core.ledger import Totals
@@ -476,14 +476,7 @@ class Node:
         for at in range(0, len(live), SWEEP):
             ids = live[at : at + SWEEP]
             self.index.bury(old, ids)
-            extents = table.where[ids, table.first_extent :]
-            for extent in extents[extents >= 0].tolist():
-                self.store.forget(extent)
-            for handle in old.index.handles(ids).tolist():
-                for shard in range(old.num_shards):
-                    ref = old.ref(handle, shard)
-                    old.slab.pool.drop(ref)
-                    self._observe(Dropped(ref))  # else predictors would go on asking for it
+            self.staging.let_go(old, old.index.handles(ids), table.where[ids, table.first_extent :])
             await trio.lowlevel.checkpoint()
             await self.prefetch.caught_up()  # it has to hear of all of them while they still have names
         self.index.forget_retired(old)

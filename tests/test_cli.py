@@ -154,9 +154,9 @@ def test_a_full_disk_leaves_no_half_of_a_key(
     def no_space(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for command, patched in (("generate", "write_text"), ("salt", None)):
+    for command, owner, name in (("generate", Path, "write_text"), ("salt", keys.os, "fdopen")):
         with monkeypatch.context() as full:
-            full.setattr(*((Path, patched) if patched else (keys.os, "fdopen")), no_space)
+            full.setattr(owner, name, no_space)
             assert cli.main(["keys", command, str(tmp_path / "node")]) == 2
         assert "No space left on device" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []

@@ -25,9 +25,8 @@ from dpurt.core.held_blocks import HeldBlocks, HostTier
 from dpurt.engines.kv_events import BlockHash, BlockRemoved, BlockStored, KvEvent, tokens_of
 
 MAX_BLOCKS = 1 << 22  # of one publisher: no engine has so many
-TOKEN_BYTES = (
-    32  # that a token of a message has at most: an integer, or a pair, and its share of the array's head
-)
+# A token of a message at most: an integer, or a pair, and its share of the array's head.
+TOKEN_BYTES = 32
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # kinds of cache groups
 _PLAIN_KINDS = _WHOLE_PREFIX | {None}
 _NO_EXTRAS = [None]

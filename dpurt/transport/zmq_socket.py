@@ -398,13 +398,12 @@ def _apply(socket: zmq.Socket[bytes], kind: Kind, options: SocketOptions) -> Non
 
 
 def _apply_curve(socket: zmq.Socket[bytes], curve: CurveServer | CurveClient) -> None:
-    if isinstance(curve, CurveServer):
-        socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
-    else:
+    if isinstance(curve, CurveClient):
         socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.public_key.encode())
         socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_key.encode())
         return
+    socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     # Without this libzmq lets *every* client in while no authenticator runs.

@@ -8,15 +8,17 @@ import pytest
 import trio
 import trio.testing
 
+from dpurt.agents import flash
 from dpurt.agents.block_store import BlockStore, StoreFull
 from dpurt.agents.flash import SPAN, FlashTier
 from dpurt.bdev.buffers import aligned_buffer
 from dpurt.bdev.memory import MemoryBdev
+from dpurt.config import FileBdevConfig, load_config, ready_topologies
 from dpurt.core.identity import ROOT_KEY
 from dpurt.core.record import RecordHeader, RecordLayout, pack_header, part_crcs
 from dpurt.core.segment_log import FIRST_RECORD, METADATA_BYTES
 from dpurt.core.store_turns import RETRY_S
-from dpurt.errors import BdevError
+from dpurt.errors import BdevError, ConfigError
 from dpurt.testing.agents import capacity, running_agents, small_space
 from dpurt.testing.faulty_bdev import Fault, FaultyBdev
 
@@ -288,3 +290,18 @@ async def test_a_read_of_a_device_that_is_away_is_a_miss_that_loses_nothing(
         assert [one.status for one in await agents.acquire(0, 1)] == ["ok"] * 2
         assert agents.index.drops == {}
         agents.staging.drop_leases(await agents.acquire(0, 1))
+
+
+async def test_a_place_far_inside_a_large_device_is_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = await tier_on(device(), device())
+    assert tier.segment_bytes_at(SPAN + (100 << 40)) == SEGMENT
+    assert tier.segment_bytes_at(2 * SPAN - 1) == SEGMENT
+    for name in ready_topologies():
+        assert all(
+            (bdev.size_bytes or 0) <= SPAN
+            for bdev in load_config(name).bdev
+            if isinstance(bdev, FileBdevConfig)
+        )
+    monkeypatch.setattr(flash, "SPAN", SEGMENT)
+    with pytest.raises(ConfigError, match=r"\$.bdev: expected a capacity of at most"):
+        FlashTier(tier.stores)

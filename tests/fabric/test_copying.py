@@ -9,31 +9,14 @@ import trio
 
 from dpurt.fabric.copying import Copier
 
+from .turns import turns_while
+
 MIB = 1 << 20
 
 
 def pairs_of(*lengths):
     sources = [random.Random(number).randbytes(length) for number, length in enumerate(lengths)]
     return [(memoryview(source), memoryview(bytearray(len(source)))) for source in sources]
-
-
-async def turns_while(work):
-    """How often the loop came round while `work` ran."""
-    turns = 0
-
-    async def count():
-        nonlocal turns
-        while True:
-            turns += 1
-            await trio.lowlevel.checkpoint()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(count)
-        await trio.lowlevel.checkpoint()
-        before = turns
-        await work()
-        nursery.cancel_scope.cancel()
-    return turns - before
 
 
 async def test_every_byte_arrives_whatever_the_lengths():

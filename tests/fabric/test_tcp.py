@@ -32,6 +32,8 @@ from dpurt.testing.fabric_contract import (
     token_of,
 )
 
+from .turns import turns_while
+
 TRAITS = FabricTraits(checks_leases=True, has_views=False, crosses_processes=True)
 HELLO = struct.pack("<4sHHQ", b"DPT1", 0, 32, ALICE) + token_of(ALICE)
 
@@ -296,18 +298,10 @@ async def test_many_entries_of_no_bytes_do_not_keep_others_from_their_turn():
     async with tcp_rig() as rig:
         stream = await welcome(rig)
         crowd = request(1, *[(SHARED, 0, 0, LEASE)] * 1024)
-        turns = 0
 
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await trio.lowlevel.checkpoint()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(count)
+        async def ask():
             await stream.send_all(crowd * 15)
             await exactly(stream, 8 * 15)
-            nursery.cancel_scope.cancel()
-        assert turns >= 15
+
+        assert await turns_while(ask) >= 15
         await stream.aclose()
