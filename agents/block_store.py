@@ -29,7 +29,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import trio
+from numpy.typing import NDArray
 
 from dpurt.agents.device_batch import raise_as_one, run_batch
 from dpurt.agents.segment_scan import Rebuilt, SegmentScan
@@ -91,6 +93,7 @@ class Reclaim:
     fingerprint: bytes
     record_bytes: int
     offsets: tuple[int, ...]
+    names: NDArray[np.int64]
     reappend_bytes: int
     store: bytes
     number: int = 0
@@ -241,6 +244,7 @@ class BlockStore:
         self,
         layout: RecordLayout,
         images: Sequence[memoryview],
+        names: Sequence[int],
         *,
         deadline: float,
         group: int = 0,
@@ -248,14 +252,14 @@ class BlockStore:
     ) -> list[int]:
         """Write packed record images; their offsets. All or nothing. Stamps the images' headers.
 
-        `group` is the placement group (like lifetime and tenant together). Raises StoreFull, BdevError,
-        BdevTimeout, StoreLost.
+        `names` are the caller's, one a record: a reclaim tells them. `group` is the placement group (like lifetime
+        and tenant together). Raises StoreFull, BdevError, BdevTimeout, StoreLost.
         """
         self._check_ready()
         await self._recognise()
         self._appending += 1
         try:
-            return await self._append(layout, images, deadline, group, is_reappend)
+            return await self._append(layout, images, names, deadline, group, is_reappend)
         finally:
             self._appending -= 1
             if not self._appending and self._drained:
@@ -265,6 +269,7 @@ class BlockStore:
         self,
         layout: RecordLayout,
         images: Sequence[memoryview],
+        names: Sequence[int],
         deadline: float,
         group: int,
         is_reappend: bool,
@@ -272,15 +277,16 @@ class BlockStore:
         room = self._log.room(layout.fingerprint, layout.record_bytes, group, is_reappend=is_reappend)
         if room < len(images):
             raise StoreFull(len(images), room)
-        runs = self._place(layout, images, group, is_reappend)
-        with trio.CancelScope(shield=True):
-            errors = await run_batch([partial(self._write_run, run, deadline) for run in runs])
-        step = layout.record_bytes
-        offsets = [run.offset + i * step for run in runs for i in range(len(run.images))]
-        if errors:
-            for offset in offsets:
-                self._log.forget(offset)
-            raise_as_one(errors)
+        runs = self._place(layout, images, names, group, is_reappend)
+        with self._holding([run.segment for run in runs]):  # until the caller knows of the records
+            with trio.CancelScope(shield=True):
+                errors = await run_batch([partial(self._write_run, run, deadline) for run in runs])
+            step = layout.record_bytes
+            offsets = [run.offset + i * step for run in runs for i in range(len(run.images))]
+            if errors:
+                for offset in offsets:
+                    self._log.forget(offset)
+                raise_as_one(errors)
         self._counters.appends += len(images)
         self._counters.bytes_appended += len(images) * layout.record_bytes
         return offsets
@@ -366,6 +372,10 @@ class BlockStore:
         """
         return self._log.forget(offset)
 
+    def rename(self, offset: int, name: int) -> None:
+        """Name a record that `rebuild` found."""
+        self._log.rename(offset, name)
+
     # --- reclaim ---
 
     def room(self, layout: RecordLayout, group: int = 0, *, is_reappend: bool = False) -> int:
@@ -375,7 +385,7 @@ class BlockStore:
     def reclaim_one(self, last_use: LastUse) -> Reclaim | None:
         """Choose a segment to reuse; None when none can be (all free, or operations under way in each).
 
-        `last_use` maps an array of record offsets to an array of times. The segment stays readable until
+        `last_use` maps an array of records' names to an array of times. The segment stays readable until
         `finish_reclaim`.
         """
         segment = self._log.victim(last_use)
@@ -386,10 +396,10 @@ class BlockStore:
         self._log.hold(segment)
         self._log.close(segment)
         self._writing.pop(segment, None)
-        offsets = tuple(self._log.live_offsets(segment))
         return Reclaim(
-            segment, header.fingerprint, header.record_bytes, offsets, self._log.reappend_budget(), self._tag
-        )
+            segment, header.fingerprint, header.record_bytes, tuple(self._log.live_offsets(segment)),
+            self._log.live_names(segment), self._log.reappend_budget(), self._tag,
+        )  # fmt: skip
 
     def finish_reclaim(self, reclaim: Reclaim) -> int:
         """Forget what still lives in the segment and free it (once reads under way end). The number
@@ -524,14 +534,21 @@ class BlockStore:
             raise LocalProtocolError("not_rebuilt", "call rebuild before append or read")
 
     def _place(
-        self, layout: RecordLayout, images: Sequence[memoryview], group: int, is_reappend: bool
+        self,
+        layout: RecordLayout,
+        images: Sequence[memoryview],
+        names: Sequence[int],
+        group: int,
+        is_reappend: bool,
     ) -> list[_Run]:
         """Give records their places, stamp them, and hold the segments."""
         runs: list[_Run] = []
         placed, step = 0, layout.record_bytes
         while placed < len(images):
             most = min(len(images) - placed, max(1, _MAX_RUN_BYTES // step))
-            placement = self._log.place(layout.fingerprint, step, group, most=most, is_reappend=is_reappend)
+            placement = self._log.place(
+                layout.fingerprint, step, group, names=names[placed : placed + most], is_reappend=is_reappend
+            )
             assert placement is not None, "room was checked"
             stop = placed + placement.records
             runs.append(self._start_run(placement, [image[:step] for image in images[placed:stop]]))
@@ -684,6 +701,17 @@ class BlockStore:
         self._counters.bytes_read += sum(stop - start for start, stop in extents)
 
     # --- inside: holds ---
+
+    @contextmanager
+    def _holding(self, segments: Sequence[int]) -> Iterator[None]:
+        log = self._log
+        for segment in segments:
+            log.hold(segment)
+        try:
+            yield
+        finally:
+            for segment in segments:
+                log.unhold(segment)
 
     @contextmanager
     def _giving_back(self, segment: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 import trio
@@ -49,12 +50,18 @@ class FlashTier:
 
     # --- restart ---
 
-    async def rebuild(self, layouts: Mapping[bytes, RecordLayout]) -> Rebuilt:
-        """Of all stores at once; records parents first. Raises BdevError."""
+    async def rebuild(
+        self,
+        layouts: Mapping[bytes, RecordLayout],
+        on_progress: Callable[[int, int, int], None] = lambda number, done, segments: None,
+    ) -> Rebuilt:
+        """Of all stores at once; records parents first. `on_progress(number of the store, segments done, of how many)`.
+        Raises BdevError.
+        """
         parts: dict[int, Rebuilt] = {}
 
         async def one(number: int) -> None:
-            parts[number] = await self.stores[number].rebuild(layouts)
+            parts[number] = await self.stores[number].rebuild(layouts, partial(on_progress, number))
 
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -104,16 +111,18 @@ class FlashTier:
         self,
         layout: RecordLayout,
         images: Sequence[memoryview],
+        names: Sequence[int],
         *,
         deadline: float,
         is_reappend: bool = False,
     ) -> list[int]:
-        """Write packed record images to one store; their extents. Raises StoreFull, BdevError, BdevTimeout."""
+        """Write packed record images to one store; their extents. `names` say whose they are, one a record: those of
+        `SpaceState.ref`. Raises StoreFull, BdevError, BdevTimeout."""
         failure: BdevError | None = None
         full: StoreFull | None = None
         for number in self._to_write(layout, len(images), is_reappend):
             try:
-                offsets = await self._append_to(number, layout, images, deadline, is_reappend)
+                offsets = await self._append_to(number, layout, images, names, deadline, is_reappend)
             except StoreFull as error:
                 full = error
             except BdevTimeout:
@@ -132,15 +141,16 @@ class FlashTier:
         number: int,
         layout: RecordLayout,
         images: Sequence[memoryview],
+        names: Sequence[int],
         deadline: float,
         is_reappend: bool,
     ) -> list[int]:
         store = self.stores[number]
         try:
-            return await store.append(layout, images, deadline=deadline, is_reappend=is_reappend)
+            return await store.append(layout, images, names, deadline=deadline, is_reappend=is_reappend)
         except StoreLost:
             await self._start_over(number)
-        return await store.append(layout, images, deadline=deadline, is_reappend=is_reappend)
+        return await store.append(layout, images, names, deadline=deadline, is_reappend=is_reappend)
 
     async def read(
         self, layout: RecordLayout, extent: int, image: memoryview, *, key: bytes, shard: int, deadline: float,
@@ -167,6 +177,11 @@ class FlashTier:
         number, offset = divmod(extent, SPAN)
         return self.stores[number].forget(offset)
 
+    def rename(self, extent: int, name: int) -> None:
+        """Say whose a record is that `rebuild` found."""
+        number, offset = divmod(extent, SPAN)
+        self.stores[number].rename(offset, name)
+
     # --- room ---
 
     def room(self, layout: RecordLayout) -> int:
@@ -186,14 +201,10 @@ class FlashTier:
 
     def _reclaim_from(self, number: int, last_use: LastUse) -> Reclaim | None:
         base = number * SPAN
-        reclaim = self.stores[number].reclaim_one(lambda offsets: last_use(offsets + base))
+        reclaim = self.stores[number].reclaim_one(last_use)
         if reclaim is None:
             return None
         return replace(reclaim, number=number, offsets=tuple(base + offset for offset in reclaim.offsets))
-
-    def segment_bytes_at(self, extent: int) -> int:
-        """Of the store an extent is in."""
-        return self.stores[extent // SPAN].segment_bytes
 
     def finish_reclaim(self, reclaim: Reclaim) -> int:
         """Forget what still lives in the segment and free it. The number forgotten."""

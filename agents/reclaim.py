@@ -7,7 +7,7 @@ A block that also has a whole copy in staging only loses its extent. Called by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,10 @@ import trio
 from numpy.typing import NDArray
 
 from dpurt.agents.block_store import Reclaim, StoreFull
-from dpurt.agents.flash import SPAN
-from dpurt.core.segment_log import METADATA_BYTES
 from dpurt.errors import BdevError
 
 from .index import IndexAgent
-from .spaces import SpaceState
+from .spaces import SpaceState, numbers_of
 from .staging import StagingAgent
 from .storage import StorageAgent
 
@@ -29,7 +27,10 @@ log = structlog.get_logger()
 OWNER = 0  # of the leases reclaim takes while it copies; scopes count from 1
 HELD_UP_S = 0.005
 BATCH = 16
+DROP_BATCH = 64  # blocks, between which others have their turn
 HOT_SHARE = 0.5  # at most this share of a segment is carried on, hottest first
+
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ class _Found:
     shards: NDArray[np.int64]
     extents: NDArray[np.int64]
     last_use: NDArray[np.float64]
+
+    def batches(self) -> Iterator[_Found]:
+        """In pieces, between which others have their turn."""
+        for at in range(0, len(self.ids), DROP_BATCH):
+            rows = slice(at, at + DROP_BATCH)
+            yield _Found(
+                self.state, self.ids[rows], self.shards[rows], self.extents[rows], self.last_use[rows]
+            )
 
 
 class Reclaimer:
@@ -60,40 +69,45 @@ class Reclaimer:
             await trio.sleep(HELD_UP_S)
             return
         try:
-            for found in self._find(np.array(reclaim.offsets, np.int64)):
+            for found in self._find(reclaim):
                 await self._carry_on(found, reclaim)
-            for found in self._find(np.array(reclaim.offsets, np.int64)):
-                self._let_go(found, "reclaimed", "its segment on flash was reused: the byte cap is reached")
         finally:
+            with trio.CancelScope(shield=True):
+                await self._empty(reclaim)
             self._storage.store.finish_reclaim(reclaim)
 
-    def _last_use(self, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
-        times = np.full(len(offsets), -np.inf)
-        order = np.argsort(offsets)
-        for found in self._find(offsets):
-            at = order[np.searchsorted(offsets, found.extents, sorter=order)]
-            times[at] = found.last_use
+    async def _empty(self, reclaim: Reclaim) -> None:
+        for found in self._find(reclaim):
+            for batch in found.batches():
+                self._let_go(batch, "reclaimed", "its segment on flash was reused: the byte cap is reached")
+                await trio.lowlevel.checkpoint()
+
+    def _last_use(self, owners: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of records by their owners."""
+        times = np.full(len(owners), -np.inf)
+        for state, mine, ids, _ in self._by_space(owners):
+            times[mine] = state.index.table.last_use[ids]
         return times
 
-    def _find(self, offsets: NDArray[np.int64]) -> list[_Found]:
-        """The records at these offsets, by space. One pass over the tables' extents, no map kept."""
-        if not len(offsets):
-            return []
-        base = int(offsets[0]) // SPAN * SPAN + METADATA_BYTES  # of the store all of them are in
-        segment_bytes = self._storage.store.segment_bytes_at(base)
-        wanted = np.unique((offsets - base) // segment_bytes)
-        is_wanted = np.zeros(int(wanted[-1]) + 2, bool)
-        is_wanted[wanted] = True
+    def _find(self, reclaim: Reclaim) -> list[_Found]:
+        """What is in the segment and in the index."""
+        extents = np.array(reclaim.offsets, np.int64)
         found = []
-        for state in self._index.by_number.values():  # retired epochs too, while they are being swept
+        for state, mine, ids, shards in self._by_space(reclaim.names):
             table = state.index.table
-            extents = table.where[: table.high_water, table.first_extent :]
-            segments = np.clip((extents - base) // segment_bytes, -1, len(is_wanted) - 1)
-            ids, shards = np.nonzero(is_wanted[segments] & (extents >= 0))
-            exact = np.isin(extents[ids, shards], offsets)
-            if exact.any():
-                found.append(_found(state, ids[exact], shards[exact]))
+            is_there = table.where[ids, table.first_extent + shards] == extents[mine]
+            found.append(_found(state, ids[is_there], shards[is_there]))
         return found
+
+    def _by_space(self, owners: NDArray[np.int64]) -> Iterator[tuple[SpaceState, Rows, Rows, Rows]]:
+        """By space: which of `owners` are its, the ids of their blocks, their shards."""
+        numbers = numbers_of(owners)
+        for number in np.unique(numbers).tolist():
+            state = self._index.by_number.get(number)  # retired epochs too, while they are being swept
+            if state is None:
+                continue
+            mine = np.flatnonzero(numbers == number)
+            yield state, mine, *state.rows_of(owners[mine])
 
     def lose(self, first: int, stop: int) -> None:
         """The store with these extents is gone: so is what it alone held, with its descendants."""
@@ -133,8 +147,9 @@ class Reclaimer:
             if not good:
                 return True
             images = [state.slab.image(got[i].slot) for i in good]
+            owners = [state.owner(handles[i], shard) for i in good]
             places = await self._storage.store.append(
-                state.layout, images, deadline=deadline, is_reappend=True
+                state.layout, images, owners, deadline=deadline, is_reappend=True
             )
             if self._storage.budget is not None:
                 self._storage.budget.charge(len(images) * state.layout.record_bytes)

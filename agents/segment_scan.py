@@ -126,7 +126,7 @@ class SegmentScan:
             index = self._log.segment_of(record.offset)
             into_records = record.offset - self._log.start_of(index) - FIRST_RECORD
             slots[index].append(into_records // self._layouts[record.header.fingerprint].record_bytes)
-        for segment in self._segments:
+        for segment in sorted(self._segments, key=lambda s: s.header.sequence):
             self._log.adopt(segment.index, segment.header, slots[segment.index])
         verified = [s.index for s in self._segments if not s.is_sealed and slots[s.index]]
         return [index for index in verified if index not in self._unscrubbed]

@@ -3,6 +3,8 @@
 Blocks have two names inside a node. The index's *handle* (generation and record id) is per space; a *ref* is node-wide and
 names one shard of one block: ``((handle * num_shards + shard) << 20) | number``, with the number of its `SpaceState`.
 Staging, storage and prefetch speak refs. A state's number is never reused, so a ref of a retired epoch finds nothing.
+The flash tier keeps for each record its *owner*: a ref without the generation, which fits 63 bits; whether it still owns that
+record is for its extent in the index to say.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ _NUMBER_MASK = (1 << NUMBER_BITS) - 1
 def number_of(ref: int) -> int:
     """The number of the space state a ref belongs to."""
     return ref & _NUMBER_MASK
+
+
+def numbers_of(owners: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`number_of` for many."""
+    return owners & _NUMBER_MASK
 
 
 @dataclass(slots=True)
@@ -94,6 +101,14 @@ class SpaceState:
     def unref(self, ref: int) -> tuple[int, int]:
         """(handle, shard) of a ref of this state."""
         return divmod(ref >> NUMBER_BITS, self.num_shards)
+
+    def owner(self, handle: int, shard: int) -> int:
+        """The owner of a record: row of the index, shard and number."""
+        return self.ref(handle & 0xFFFFFFFF, shard)
+
+    def rows_of(self, owners: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(ids, shards) of owners of this state."""
+        return np.divmod(owners >> NUMBER_BITS, self.num_shards)
 
     def block_id(self, handle: int) -> int:
         """The index's id of a handle, -1 when that record is gone."""

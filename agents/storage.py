@@ -351,9 +351,12 @@ class StorageAgent(Actor[None]):
     async def _append(self, batch: Sequence[WriteJob]) -> Sequence[int]:
         layout = batch[0].state.layout
         images = [job.state.slab.image(job.slot) for job in batch]
+        owners = [job.state.owner(job.handle, job.shard) for job in batch]
         while True:
             try:
-                return await self.store.append(layout, images, deadline=trio.current_time() + self.deadline_s)
+                return await self.store.append(
+                    layout, images, owners, deadline=trio.current_time() + self.deadline_s
+                )
             except StoreFull:
                 await self._make_room()
 

@@ -9,8 +9,10 @@ Order of start matters and is the order below: what is on flash is known before 
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
@@ -68,10 +70,12 @@ from dpurt.wire import messages as m
 from dpurt.wire import recording
 
 log = structlog.get_logger()
-DRAIN_S = 10.0
+CLOSE_S = 10.0  # for the devices to end
 NVME_LATENCY_S = 0.0001
 LOAD_S = 0.01  # of a block by a host, at least, until one is measured
 GIVE_S = 10.0  # for a device to map our memory
+ADOPT = 1024  # records of a former life at a time
+REBUILD_LOG_S = 5.0
 SWEEP = 128  # blocks of an ended epoch at a time: the predictors hear of each
 FOREIGN = (
     "these segments of the store are of spaces, or epochs of spaces, that this topology does not have; "
@@ -120,7 +124,7 @@ class Node:
                 (self.config.node.run_path / "admin.sock").unlink(missing_ok=True)
             await self.store.aclose()
         finally:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + DRAIN_S):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):
                 for bdev in self.bdevs:
                     await bdev.aclose()
             for region in self.regions:
@@ -146,13 +150,21 @@ class Node:
             )
             task_status.started(self.gateway.endpoint)
             await self._stop.wait()
-            with trio.move_on_after(DRAIN_S):
+            with trio.move_on_after(self.config.node.drain_s) as patience:
                 await self._drain()
+            if patience.cancelled_caught:
+                log.warning(
+                    "node_not_drained", after_s=self.config.node.drain_s, requests=self._num_in_flight(),
+                    blocks_not_written=sum(self.intake.dirty.values()),
+                )  # fmt: skip
             nursery.cancel_scope.cancel()
+
+    def _num_in_flight(self) -> int:
+        return sum(session.in_flight for session in self.gateway.hosts.sessions.values())
 
     async def _drain(self) -> None:
         # a few agents' states, asked only while ending
-        while not self.storage.is_quiet or any(s.in_flight for s in self.gateway.hosts.sessions.values()):  # noqa: ASYNC110
+        while not self.storage.is_quiet or self._num_in_flight():  # noqa: ASYNC110
             await trio.sleep(0.01)
         if self.recorder.recording is not None:
             try:
@@ -429,18 +441,43 @@ class Node:
 
     async def _rebuild(self) -> None:
         layouts = {state.fingerprint: state.layout for state in self.index.spaces.values()}
-        rebuilt = await self.store.rebuild(layouts)
+        rebuilt = await self.store.rebuild(layouts, self._log_rebuild())
         if rebuilt.foreign_segments:
             log.warning("foreign_segments", count=rebuilt.foreign_segments, detail=FOREIGN)
         states = {state.fingerprint: state for state in self.index.spaces.values()}
         orphans = 0
-        now = trio.current_time()
-        for record in rebuilt.records:
-            orphans += not self._adopt(states[record.header.fingerprint], record, now)
+        used = self._last_uses(rebuilt.records)
+        for count, record in enumerate(rebuilt.records):
+            if count % ADOPT == 0:
+                await trio.lowlevel.checkpoint()
+                if self._stop.is_set():
+                    break
+            orphans += not self._adopt(states[record.header.fingerprint], record, used[record.header.key])
         self.rebuilt = {
             "records": len(rebuilt.records) - orphans, "orphans": orphans, "torn": rebuilt.torn,
             "seconds": round(rebuilt.seconds, 3), "bytes_read": rebuilt.bytes_read,
         }  # fmt: skip
+
+    def _log_rebuild(self) -> Callable[[int, int, int], None]:
+        next_at = [trio.current_time() + REBUILD_LOG_S]
+
+        def on_progress(number: int, done: int, segments: int) -> None:
+            if trio.current_time() > next_at[0]:
+                next_at[0] = trio.current_time() + REBUILD_LOG_S
+                log.info("rebuilding", bdev=self.bdevs[number].info.name, segments=done, of=segments)
+
+        return on_progress
+
+    def _last_uses(self, records: Sequence[StoredRecord]) -> dict[bytes, float]:
+        """When each block was last used, as far as the device tells: it, or what follows it, was stored."""
+        now = trio.current_time()
+        used: dict[bytes, float] = {}
+        for record in reversed(records):  # children first
+            header = record.header
+            at = max(used.get(header.key, -math.inf), min(now, header.stored_at - self._wall_offset))
+            used[header.key] = at
+            used[header.parent] = max(used.get(header.parent, at), at)
+        return used
 
     def _adopt(self, state: SpaceState, record: StoredRecord, now: float) -> bool:
         """Put one record of a former life into the index; an orphan (its parent is lost) is forgotten."""
@@ -451,6 +488,7 @@ class Node:
             else:
                 ids = state.index.insert_keys(header.parent, [header.key], now)
             state.index.set_extent(int(ids[0]), header.shard, record.offset)
+            self.store.rename(record.offset, state.owner(int(ids[0]), header.shard))
         except (KeyError, ValueError):
             self.store.forget(record.offset)
             return False

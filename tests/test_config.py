@@ -192,6 +192,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     ("change", "where", "problem"),
     [
         (lambda t: second_space(t, name="s"), "$.space[1].name", "twice"),
+        (lambda t: t["space"][0].update(tp_size=820, pp_size=5), "$.space[0]", "the 4,096 ranks a space may have"),
         (lambda t: t["host"].append(t["host"][0]), "$.host[1].name", "twice"),
         (lambda t: t["space"][0].update(tenant="other"), "$.space[0].tenant", "no tenant 'other'"),
         (lambda t: t["host"][0].update(spaces=["s", "x"]), "$.host[0].spaces[1]", "no space 'x'"),

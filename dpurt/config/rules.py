@@ -16,6 +16,7 @@ from dpurt.core.eviction import POLICIES
 if TYPE_CHECKING:
     from dpurt.config.schema import Config
 
+MAX_SHARDS = 4096  # of a space: as many as an owner has bits for, see dpurt.agents.spaces
 MIN_SLOTS = 4  # of staging for each space: fewer cannot even double-buffer a reader and a writer
 MIN_SEGMENTS = 4  # of a bdev: one open, one being reclaimed, some that hold blocks
 MIN_RECORDS = 4  # of a segment
@@ -98,6 +99,14 @@ def check_capacity(capacity: int | None, size: int | None, segment: int) -> None
     room = capacity or size or 0
     if room < MIN_SEGMENTS * segment:
         raise ValueError(f"{room:,} bytes hold fewer than {MIN_SEGMENTS} segments of {segment:,} bytes")
+
+
+def check_shards(tp_size: int, pp_size: int) -> None:
+    """ValueError when a space has more ranks than `MAX_SHARDS`."""
+    if tp_size * pp_size > MAX_SHARDS:
+        raise ValueError(
+            f"tp_size {tp_size:,} * pp_size {pp_size:,} is more than the {MAX_SHARDS:,} ranks a space may have"
+        )
 
 
 # --- between tables ---

@@ -48,11 +48,14 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeConfig(Table, frozen=True, kw_only=True):
-    """`run_dir` holds sockets and relative bdev paths."""
+    """`run_dir` holds sockets and relative bdev paths. A node that is told to stop has `drain_s` for its requests to end and
+    its devices to take what they do not have yet.
+    """
 
     name: Name = "dpurt"
     run_dir: Text | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    drain_s: Seconds = 10.0
 
     @property
     def run_path(self) -> Path:
@@ -469,6 +472,9 @@ class SpaceConfig(Table, frozen=True, kw_only=True):
     domain: Name | None = None
     recompute_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
     decode: DecodeConfig | None = None
+
+    def __post_init__(self) -> None:
+        rules.check_shards(self.tp_size, self.pp_size)
 
     @property
     def block_recompute_s(self) -> float | None:

@@ -9,14 +9,15 @@ never stops a scan.
 
     free --place--> open --last slot placed--> full --reclaimed, or its last record dead, and no holds--> free
 
-A record is live from `place` until `forget`. `hold` keeps a segment from being reused while an operation
+A record is live from `place` until `forget`, under the *name* its owner gave it (any integer), so that whose records a
+segment holds needs no search. `hold` keeps a segment from being reused while an operation
 touches it, reads and writes alike. A use of a segment has its own `sequence`, never used before by this
 store, so records of an earlier use are recognised.
 
 Reclaim drops records, it does not compact: KV is ephemeral. A few hot ones may be re-appended within the
 write amplification budget; for them one free segment is kept in reserve. The victim is the segment whose live
-records are worth least, each weighing its size times the rank of its last use; only the `SAMPLE` oldest and
-the `SAMPLE` emptiest segments are compared, so the cost does not grow with the device.
+records are worth least, each weighing its size times the rank of its last use; only the `SAMPLE` that were filled
+first and the `SAMPLE` emptiest of `WINDOW` more, the next ones each time, are compared, so the cost does not grow with the device.
 
 Device I/O, record checksums and time are left to `dpurt.agents.block_store`.
 """
@@ -25,9 +26,12 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections import deque
-from collections.abc import Callable, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +54,7 @@ FIRST_RECORD = 2 * HEADER_BLOCK
 MIN_SEGMENTS = 3
 MAX_WRITE_AMPLIFICATION = 1.1
 SAMPLE = 16
+WINDOW = 1024
 _RESERVE = 1
 _MAGIC = b"dpurtSEG"
 _HEADER = struct.Struct(
@@ -57,7 +62,7 @@ _HEADER = struct.Struct(
 )  # magic crc kind | store sequence | fingerprint | record_bytes group
 _COVERED_FROM = 12
 
-LastUse = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]
+LastUse = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]  # of the records of these names
 Stream = tuple[bytes, int]
 
 
@@ -160,7 +165,7 @@ class _State(enum.Enum):
 
 
 class _Segment:
-    __slots__ = ("cursor", "header", "holds", "is_live", "live", "state")
+    __slots__ = ("cursor", "header", "holds", "is_live", "live", "names", "state")
 
     def __init__(self) -> None:
         self.state = _State.FREE
@@ -169,11 +174,23 @@ class _Segment:
         self.cursor = 0
         self.live = 0
         self.is_live = bytearray()
+        self.names = array("q")
 
     def use(self, header: SegmentHeader, slots: int) -> None:
         self.state, self.header = _State.OPEN, header
         self.cursor = self.live = 0
         self.is_live = bytearray(slots)
+        self.names = array("q", bytes(8 * slots))
+
+    def free(self) -> None:
+        self.state, self.header, self.cursor = _State.FREE, None, 0
+        self.is_live, self.names = bytearray(), array("q")
+
+    def live_slots(self) -> npt.NDArray[np.int64]:
+        return np.flatnonzero(np.frombuffer(self.is_live, np.uint8))
+
+    def live_names(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self.names, np.int64)[self.live_slots()]
 
     @property
     def stream(self) -> Stream:
@@ -206,8 +223,11 @@ class SegmentLog:
         self.segment_bytes = segment_bytes
         self.capacity_bytes = METADATA_BYTES + count * segment_bytes
         self._segments = [_Segment() for _ in range(count)]
-        self._free = deque(range(count - 1, -1, -1))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
+        self._full: OrderedDict[int, None] = OrderedDict()  # the first filled first
         self._open: dict[Stream, int] = {}
+        self._window = 0
+        self._live_records = self._live_bytes = 0
         self._next_sequence = first_sequence
         self._accepted = self._reappended = self._overhead = 0
         self._reclaimed_segments = self._reclaimed_records = 0
@@ -245,12 +265,13 @@ class SegmentLog:
 
     def live_offsets(self, segment: int) -> list[int]:
         """Offsets of the segment's live records, ascending."""
-        record_bytes = self._segments[segment].record_bytes
-        return [
-            self.offset_of(segment, slot, record_bytes)
-            for slot, live in enumerate(self._segments[segment].is_live)
-            if live
-        ]
+        found = self._segments[segment]
+        first = self.offset_of(segment, 0, found.record_bytes)
+        return [first + slot * found.record_bytes for slot in found.live_slots().tolist()]
+
+    def live_names(self, segment: int) -> npt.NDArray[np.int64]:
+        """Their names, in the same order."""
+        return self._segments[segment].live_names()
 
     def open_segments(self) -> list[int]:
         """Segments that still take records."""
@@ -281,10 +302,10 @@ class SegmentLog:
         record_bytes: int,
         group: int = 0,
         *,
-        most: int = 1,
+        names: Sequence[int] = (0,),
         is_reappend: bool = False,
     ) -> Placement | None:
-        """Take slots for one record, or up to `most` as long as they lie side by side; None when a segment must be
+        """Take slots for records of these names, as many of them as lie side by side; None when a segment must be
         reclaimed first.
         """
         if self.slots_for(record_bytes) < 1:
@@ -296,20 +317,21 @@ class SegmentLog:
         if index is None:
             if len(self._free) <= (0 if is_reappend else _RESERVE):
                 return None
-            index = self._free.pop()
+            index, _ = self._free.popitem(last=False)
             opens = self._open_segment(index, fingerprint, record_bytes, group)
         segment = self._segments[index]
         if segment.record_bytes != record_bytes:
             raise ValueError(f"records of this space have {segment.record_bytes} bytes, not {record_bytes}")
         slot = segment.cursor
-        count = min(most, len(segment.is_live) - slot)
+        count = min(len(names), len(segment.is_live) - slot)
         segment.cursor += count
-        segment.live += count
         segment.is_live[slot : slot + count] = b"\1" * count
+        segment.names[slot : slot + count] = array("q", names[:count])
+        self._count_live(segment, count)
         self._account(count * record_bytes, is_reappend)
         seals = segment.cursor == len(segment.is_live)
         if seals:
-            self._close(segment)
+            self._close(index)
         assert segment.header is not None
         return Placement(
             self.offset_of(index, slot, record_bytes), index, segment.header.sequence, opens, seals, count
@@ -324,14 +346,14 @@ class SegmentLog:
             return False
         segment, slot = located
         segment.is_live[slot] = 0
-        segment.live -= 1
+        self._count_live(segment, -1)
         self._free_if_dead(self.segment_of(offset))
         return True
 
     def close(self, segment: int) -> None:
         """Take no more records into an open segment."""
         if self._segments[segment].state is _State.OPEN:
-            self._close(self._segments[segment])
+            self._close(segment)
             self._free_if_dead(segment)
 
     def hold_live(self, offset: int) -> tuple[int, int] | None:
@@ -377,14 +399,12 @@ class SegmentLog:
         """The segment whose loss costs least; None when all are free or held. Open ones only when no full one
         is left.
         """
-        candidates = self._candidates(_State.FULL) or self._candidates(_State.OPEN)
+        candidates = self._full_candidates() or self._without_holds(self.open_segments())
         if not candidates:
             return None
-        offsets = [self.live_offsets(i) for i in candidates]
-        lengths = [len(each) for each in offsets]
-        times = last_use(np.array([offset for each in offsets for offset in each], dtype=np.int64))
-        weights = _recency_ranks(times)
-        starts = np.cumsum([0, *lengths])
+        names = [self.live_names(i) for i in candidates]
+        weights = _recency_ranks(last_use(np.concatenate(names)))
+        starts = np.cumsum([0, *map(len, names)])
         costs = [
             (float(weights[a:b].sum()) * self._segments[i].record_bytes, self._sequence(i), i)
             for i, a, b in zip(candidates, starts, starts[1:], strict=False)
@@ -404,19 +424,28 @@ class SegmentLog:
     # --- restart ---
 
     def adopt(self, segment: int, header: SegmentHeader, slots: Sequence[int]) -> None:
-        """After a scan: the segment holds these live records. It takes no more."""
+        """After a scan, those with the lowest sequence first: the segment holds these live records, whose names are still to
+        be told. It takes no more.
+        """
         assert self._segments[segment].state is _State.FREE, "a segment is adopted once"
         self._next_sequence = max(self._next_sequence, header.sequence + 1)
         if not slots:
             return
-        self._free.remove(segment)
+        del self._free[segment]
+        self._full[segment] = None
         adopted = self._segments[segment]
         adopted.use(header, self.slots_for(header.record_bytes))
         adopted.state = _State.FULL
         adopted.cursor = len(adopted.is_live)
-        adopted.live = len(slots)
         for slot in slots:
             adopted.is_live[slot] = 1
+        self._count_live(adopted, len(slots))
+
+    def rename(self, offset: int, name: int) -> None:
+        """Name a live record."""
+        located = self._locate(offset)
+        assert located is not None, "a live record has a place"
+        located[0].names[located[1]] = name
 
     # --- telling ---
 
@@ -428,8 +457,8 @@ class SegmentLog:
             segments=len(self._segments),
             free_segments=len(self._free),
             open_segments=len(self._open),
-            live_records=sum(s.live for s in self._segments),
-            live_bytes=sum(s.live_bytes for s in self._segments),
+            live_records=self._live_records,
+            live_bytes=self._live_bytes,
             accepted_bytes=self._accepted,
             reappended_bytes=self._reappended,
             overhead_bytes=self._overhead,
@@ -443,6 +472,9 @@ class SegmentLog:
         assert sorted(free) == sorted(self._free), "the free list is the free segments, each once"
         opened = {i for i, s in enumerate(self._segments) if s.state is _State.OPEN}
         assert opened == set(self._open.values()), "one open segment per stream"
+        assert set(self._full) == set(range(len(self._segments))) - free - opened
+        assert self._live_records == sum(s.live for s in self._segments)
+        assert self._live_bytes == sum(s.live_bytes for s in self._segments)
         for segment in self._segments:
             assert segment.live == sum(segment.is_live), "the live count is the live slots"
             assert not any(segment.is_live[segment.cursor :]), "nothing lives beyond the cursor"
@@ -469,9 +501,16 @@ class SegmentLog:
         self._open[fingerprint, group] = index
         return header
 
-    def _close(self, segment: _Segment) -> None:
+    def _close(self, index: int) -> None:
+        segment = self._segments[index]
         del self._open[segment.stream]
         segment.state = _State.FULL
+        self._full[index] = None
+
+    def _count_live(self, segment: _Segment, change: int) -> None:
+        segment.live += change
+        self._live_records += change
+        self._live_bytes += change * segment.record_bytes
 
     def _account(self, num_bytes: int, is_reappend: bool) -> None:
         if is_reappend:
@@ -482,17 +521,26 @@ class SegmentLog:
     def _free_if_dead(self, index: int) -> None:
         segment = self._segments[index]
         if segment.state is _State.FULL and not segment.live and not segment.holds:
-            segment.state, segment.header, segment.is_live = _State.FREE, None, bytearray()
-            segment.cursor = 0
-            self._free.appendleft(index)  # the longest-free is reused first: wear is spread
+            segment.free()
+            del self._full[index]
+            self._free[index] = None  # the longest-free is reused first: wear is spread
 
-    def _candidates(self, state: _State) -> list[int]:
-        eligible = [i for i, s in enumerate(self._segments) if s.state is state and not s.holds]
-        if len(eligible) <= 2 * SAMPLE:
-            return eligible
-        oldest = sorted(eligible, key=self._sequence)[:SAMPLE]
-        emptiest = sorted(eligible, key=lambda i: self._segments[i].live_bytes)[:SAMPLE]
+    def _full_candidates(self) -> list[int]:
+        if len(self._full) <= 2 * SAMPLE:
+            return self._without_holds(self._full)
+        oldest = islice((i for i in self._full if not self._segments[i].holds), SAMPLE)
+        emptiest = nsmallest(SAMPLE, self._next_window(), key=lambda i: self._segments[i].live_bytes)
         return sorted({*oldest, *emptiest})
+
+    def _next_window(self) -> list[int]:
+        """Those to be reclaimed among the next segments of the device, round and round."""
+        count = min(WINDOW, len(self._segments))
+        window = [(self._window + i) % len(self._segments) for i in range(count)]
+        self._window = (self._window + count) % len(self._segments)
+        return self._without_holds(i for i in window if self._segments[i].state is _State.FULL)
+
+    def _without_holds(self, segments: Iterable[int]) -> list[int]:
+        return [i for i in segments if not self._segments[i].holds]
 
     def _sequence(self, index: int) -> int:
         header = self._segments[index].header

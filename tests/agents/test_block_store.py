@@ -83,7 +83,7 @@ async def new_store() -> tuple[MemoryBdev, BlockStore]:
 
 
 async def put(store: BlockStore, *numbers: int, layout: RecordLayout = LAYOUT) -> list[int]:
-    return await store.append(layout, [image_of(n, layout) for n in numbers], deadline=INF)
+    return await store.append(layout, [image_of(n, layout) for n in numbers], numbers, deadline=INF)
 
 
 async def assert_holds(store: BlockStore, number: int, offset: int, layout: RecordLayout = LAYOUT) -> None:
@@ -103,8 +103,8 @@ async def refusal(store: BlockStore, offset: int, number: int, **kwargs: int) ->
     return caught.value.reason
 
 
-def coldest_first(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    return offsets.astype(np.float64)
+def coldest_first(names: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return names.astype(np.float64)
 
 
 # --- opening ---
@@ -285,7 +285,7 @@ async def test_a_corrupt_part_is_refused_and_the_others_still_served() -> None:
 
 async def test_an_expired_record_is_refused_and_not_rebuilt() -> None:
     bdev, store = await new_store()
-    [offset] = await store.append(LAYOUT, [image_of(1, expires_at=NOW + 10)], deadline=INF)
+    [offset] = await store.append(LAYOUT, [image_of(1, expires_at=NOW + 10)], [1], deadline=INF)
     await assert_holds(store, 1, offset)
     _, rebuilt = await open_store(bdev, now=NOW + 11)
     assert rebuilt.records == []
@@ -325,13 +325,14 @@ async def test_footprint_never_exceeds_the_capacity() -> None:
 async def test_hot_records_move_before_their_segment_is_reused() -> None:
     _, store = await new_store()
     offsets = await put(store, *range(20))
-    reclaim = store.reclaim_one(lambda o: -o.astype(np.float64))
+    reclaim = store.reclaim_one(lambda names: -names.astype(np.float64))
     assert reclaim is not None
     assert reclaim.offsets == tuple(offsets[16:20])
+    assert reclaim.names.tolist() == [16, 17, 18, 19]
     assert reclaim.fingerprint == LAYOUT.fingerprint
     image = aligned_buffer(LAYOUT.record_bytes)
     await store.read(LAYOUT, offsets[17], image, key=key_of(17), shard=0, deadline=INF)
-    [moved] = await store.append(LAYOUT, [image], deadline=INF, is_reappend=True)
+    [moved] = await store.append(LAYOUT, [image], [17], deadline=INF, is_reappend=True)
     store.forget(offsets[17])
     assert store.finish_reclaim(reclaim) == 3
     await assert_holds(store, 17, moved)
@@ -356,12 +357,32 @@ async def test_a_segment_being_reclaimed_is_not_chosen_twice_nor_reused_under_a_
     assert store.stats().log.free_segments == 6
 
 
+async def test_a_batch_over_two_segments_is_not_reclaimed_before_its_caller_knows_of_it() -> None:
+    bdev = FaultyBdev(MemoryBdev(CAPACITY))
+    store, _ = await open_store(bdev)
+    await put(store, *range(2))
+    places: list[int] = []
+
+    async def append() -> None:
+        places.extend(await put(store, *range(2, 6)))
+
+    async with trio.open_nursery() as nursery:
+        bdev.inject(Fault(op="write", kind="hang", at=METADATA_BYTES + SEGMENT))
+        nursery.start_soon(append)
+        await trio.testing.wait_all_tasks_blocked()
+        reclaim = store.reclaim_one(coldest_first)
+        assert reclaim is None, "the first segment is full, but half of the batch is not written"
+        bdev.resume()
+    assert len(places) == 4
+    assert store.reclaim_one(coldest_first) is not None
+
+
 async def test_restart_keeps_the_later_copy_of_a_moved_record() -> None:
     bdev, store = await new_store()
     [old, *_] = await put(store, *range(5))
     image = aligned_buffer(LAYOUT.record_bytes)
     await store.read(LAYOUT, old, image, key=key_of(0), shard=0, deadline=INF)
-    [new] = await store.append(LAYOUT, [image], deadline=INF, is_reappend=True)
+    [new] = await store.append(LAYOUT, [image], [0], deadline=INF, is_reappend=True)
     _, rebuilt = await open_store(bdev)
     assert [r.offset for r in rebuilt.records if r.header.key == key_of(0)] == [new]
     assert rebuilt.dropped == {"duplicate": 1}
@@ -574,7 +595,7 @@ async def test_a_late_write_cannot_land_in_a_segment_given_to_others(
     await put(store, 0, 1, 2)
     bdev.inject(Fault(op="write", kind="hang", at=METADATA_BYTES + FIRST_RECORD + 3 * LAYOUT.record_bytes))
     with pytest.raises(BdevTimeout):
-        await store.append(LAYOUT, [image_of(3)], deadline=trio.current_time() + 1)
+        await store.append(LAYOUT, [image_of(3)], [3], deadline=trio.current_time() + 1)
     assert store.reclaim_one(coldest_first) is None
     for offset in (METADATA_BYTES + FIRST_RECORD + i * LAYOUT.record_bytes for i in range(3)):
         store.forget(offset)

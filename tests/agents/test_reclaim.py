@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import numpy as np
+import pytest
 import trio
 import trio.testing
 
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.core.segment_log import MAX_WRITE_AMPLIFICATION
-from dpurt.testing.agents import Agents, capacity, running_agents
+from dpurt.testing.agents import Agents, capacity, running_agents, small_space
 from dpurt.testing.node_steps import push_out, tokens
 
 SEGMENTS = 8
@@ -111,3 +113,31 @@ async def test_a_block_staged_whole_only_loses_its_place_on_flash(
         push_out(agents.staging)
         assert not agents.handles(0)
         assert agents.index.drops["evicted"] > 0
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+async def test_every_record_on_flash_has_its_owner_whatever_was_reclaimed_and_swept(
+    autojump_clock: trio.testing.MockClock, num_shards: int
+) -> None:
+    """What the log says lives there is what the index says lies there, in the shards and epochs of several."""
+    async with running_agents(MemoryBdev(capacity(SEGMENTS)), num_shards=num_shards) as agents:
+        for block in range(80):
+            if block == 50:
+                agents.add_epoch(small_space(num_shards, 1))
+            for shard in range(num_shards):
+                assert await agents.store(block, shard=shard) == ["stored"]
+            await agents.until_written()
+        assert agents.reclaimer.dropped > 0
+        log = agents.storage.store.stores[0]._log
+        on_flash = {
+            (offset, owner)
+            for segment in range(log.num_segments)
+            for offset, owner in zip(log.live_offsets(segment), log.live_names(segment).tolist(), strict=True)
+        }
+        known = set()
+        for state in agents.index.by_number.values():
+            table = state.index.table
+            ids, shards = np.nonzero(table.where[: table.high_water, table.first_extent :] >= 0)
+            for block_id, shard in zip(ids.tolist(), shards.tolist(), strict=True):
+                known.add((state.extent_of(block_id, shard), state.owner(state.handle(block_id), shard)))
+        assert on_flash == known

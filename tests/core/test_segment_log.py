@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,6 +15,7 @@ from dpurt.core.segment_log import (
     FIRST_RECORD,
     HEADER_BLOCK,
     METADATA_BYTES,
+    WINDOW,
     HeaderError,
     SegmentHeader,
     SegmentLog,
@@ -34,13 +37,16 @@ def make_log(segments: int = 5) -> SegmentLog:
 
 
 def fill(log: SegmentLog, count: int, fingerprint: bytes = A) -> list[int]:
-    placed = [log.place(fingerprint, RECORD) for _ in range(count)]
+    """Named in the order of their places from 0 on, in a log that had none freed."""
+    placed = []
+    for _ in range(count):
+        placed.append(log.place(fingerprint, RECORD, names=[log.stats().accepted_bytes // RECORD]))
     assert all(p is not None for p in placed)
     return [p.offset for p in placed if p is not None]
 
 
-def coldest_first(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    return offsets.astype(np.float64)
+def coldest_first(names: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return names.astype(np.float64)
 
 
 # --- rules ---
@@ -121,14 +127,14 @@ def test_victim_is_the_coldest() -> None:
     log = make_log()
     fill(log, 12)
     use = {0: 5.0, 1: 1.0, 2: 9.0}
-    assert log.victim(lambda o: np.array([use[log.segment_of(int(x))] for x in o])) == 1
+    assert log.victim(lambda names: np.array([use[name // 4] for name in names.tolist()])) == 1
 
 
 def test_among_equally_cold_the_victim_has_the_fewest_live_bytes() -> None:
     log = make_log()
     offsets = fill(log, 12)
     log.forget(offsets[5])
-    assert log.victim(lambda o: np.zeros(len(o))) == 1
+    assert log.victim(lambda names: np.zeros(len(names))) == 1
 
 
 def test_many_cold_records_outweigh_one_hot() -> None:
@@ -143,7 +149,7 @@ def test_an_open_segment_is_reclaimed_only_when_no_full_one_is_left() -> None:
     log = make_log(3)
     fill(log, 1, A)
     fill(log, 4, B)
-    assert log.victim(lambda o: -o.astype(np.float64)) == 1
+    assert log.victim(lambda names: -names.astype(np.float64)) == 1
     log.reclaim(1)
     assert log.victim(coldest_first) == 0
     assert log.reclaim(0) == 1
@@ -156,12 +162,31 @@ def test_victim_asks_for_the_use_of_a_bounded_sample() -> None:
     fill(log, 4 * 190)
     asked: list[int] = []
 
-    def last_use(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        asked.extend(offsets.tolist())
-        return offsets.astype(np.float64)
+    def last_use(names: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        asked.extend(names.tolist())
+        return names.astype(np.float64)
 
     assert log.victim(last_use) == 0
     assert len(asked) <= 32 * 4
+
+
+def test_every_segment_of_a_large_device_comes_to_be_compared() -> None:
+    log = make_log(3 * WINDOW)
+    fill(log, 4 * (3 * WINDOW - 8))
+    for at in (100, WINDOW + 500, 3 * WINDOW - 20):
+        for offset in log.live_offsets(at)[:3]:
+            log.forget(offset)
+    found = [log.victim(lambda names: np.zeros(len(names))) for _ in range(4)]
+    assert found == [100, WINDOW + 500, 3 * WINDOW - 20, 100], "of a window each time"
+
+
+def test_records_keep_their_names_until_forgotten() -> None:
+    log = make_log()
+    log.place(A, RECORD, names=[70, 71, 72])
+    offsets = log.live_offsets(0)
+    log.forget(offsets[1])
+    log.rename(offsets[2], 1 << 62)
+    assert log.live_names(0).tolist() == [70, 1 << 62]
 
 
 def test_reappends_are_budgeted_to_a_tenth_with_the_headers_and_seals_still_to_come() -> None:
@@ -233,6 +258,8 @@ class SegmentLogMachine(RuleBasedStateMachine):
         super().__init__()
         self.log = make_log(5)
         self.live: dict[int, tuple[bytes, int]] = {}
+        self.names = itertools.count(1 << 40)
+        self.name_of: dict[int, int] = {}
         self.used: dict[int, int] = {}
         self.holds: dict[int, int] = dict.fromkeys(range(5), 0)
         self.sequences: set[int] = set()
@@ -244,7 +271,8 @@ class SegmentLogMachine(RuleBasedStateMachine):
     @rule(fingerprint=st.sampled_from([A, B]), group=st.integers(0, 1), is_reappend=st.booleans())
     def place(self, fingerprint: bytes, group: int, is_reappend: bool) -> None:
         room = self.log.room(fingerprint, RECORD, group, is_reappend=is_reappend)
-        placed = self.log.place(fingerprint, RECORD, group, is_reappend=is_reappend)
+        name = next(self.names)
+        placed = self.log.place(fingerprint, RECORD, group, names=[name], is_reappend=is_reappend)
         assert (placed is None) == (room == 0)
         if placed is None:
             return
@@ -258,6 +286,7 @@ class SegmentLogMachine(RuleBasedStateMachine):
         self.used[placed.segment] += 1
         assert placed.seals == (self.used[placed.segment] == 4)
         self.live[placed.offset] = (fingerprint, group)
+        self.name_of[placed.offset] = name
         streams = {self.live[o] for o in self.of_segment(placed.segment)}
         assert streams == {(fingerprint, group)}, "one stream per segment"
         self.accepted += 0 if is_reappend else RECORD
@@ -288,8 +317,9 @@ class SegmentLogMachine(RuleBasedStateMachine):
 
     @rule(hot=st.integers(0, 4))
     def reclaim(self, hot: int) -> None:
+        segment_of = {self.name_of[offset]: self.log.segment_of(offset) for offset in self.live}
         victim = self.log.victim(
-            lambda o: np.array([self.log.segment_of(int(x)) == hot for x in o], dtype=float)
+            lambda names: np.array([segment_of[x] == hot for x in names.tolist()], float)
         )
         full = [s for s, n in self.used.items() if n == 4 and self.log.header_of(s) and not self.holds[s]]
         if victim is None:
@@ -301,6 +331,7 @@ class SegmentLogMachine(RuleBasedStateMachine):
         if len(full) == 2 and hot in full and len({len(self.of_segment(s)) for s in full}) == 1:
             assert victim != hot
         assert self.log.live_offsets(victim) == self.of_segment(victim)
+        assert self.log.live_names(victim).tolist() == [self.name_of[o] for o in self.of_segment(victim)]
         assert self.log.reclaim(victim) == len(self.of_segment(victim))
         assert self.log.header_of(victim) is None
         for offset in self.of_segment(victim):
@@ -326,7 +357,7 @@ TestSegmentLog.settings = settings(max_examples=60, stateful_step_count=40, dead
 def test_records_placed_together_lie_side_by_side_and_no_further_than_their_segment() -> None:
     one, other = make_log(), make_log()
     room = one.slots_for(RECORD)
-    placed = one.place(A, RECORD, most=room + 3)
+    placed = one.place(A, RECORD, names=range(room + 3))
     assert placed is not None
     assert (placed.records, placed.seals) == (room, True)
     singly = [other.place(A, RECORD) for _ in range(room)]
@@ -340,7 +371,7 @@ def test_records_placed_together_lie_side_by_side_and_no_further_than_their_segm
 
 def test_one_hold_keeps_a_segment_for_all_records_of_a_run_and_says_which_are_live() -> None:
     log = make_log()
-    placed = log.place(A, RECORD, most=log.slots_for(RECORD))
+    placed = log.place(A, RECORD, names=range(log.slots_for(RECORD)))
     assert placed is not None
     first = placed.offset
     assert log.hold_run(first, 2, 2 * RECORD) is None, "records of another size are no longer there"

@@ -66,7 +66,7 @@ def mentions(cmdline: Path, word: str) -> bool:
 def test_the_demo_verifies_every_byte_and_its_books_balance(folder: Path) -> None:
     command = [
         sys.executable, "-m", "dpurt", "demo", "--requests", "40", "--fabric", "shm", "--block-bytes", "16 KiB",
-        "--speed", "60", "--dir", str(folder), "--picture", str(folder / "hits.html"), "--json", "-",
+        "--speed", "12", "--dir", str(folder), "--picture", str(folder / "hits.html"), "--json", "-",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -697,6 +697,68 @@ async def test_a_changed_space_is_told_at_the_start_and_nothing_of_it_served(tmp
         assert told == [(2, []), (0, [1])]
 
 
+async def test_after_a_restart_blocks_are_as_old_as_their_storing_and_their_segments_are_reclaimed(
+    tmp_path: Path,
+) -> None:
+    [device] = file_bdev(tmp_path / "flash")["bdev"]
+    device |= {"size_bytes": 2 << 20, "capacity_bytes": 2 << 20, "segment_bytes": 256 << 10}
+    config = small_config(tmp_path / "run", bdev=[device], **slots(8), **NO_PREFETCH)
+    with trio.fail_after(60):
+        async with running(config) as node, host(node, config) as client:
+            await store(client, "head", 0)
+            await store(client, "other", 50)
+            assert await client.store("s", "tail", tokens(0, 1), 1, [payload(1)]) == ["stored"]
+            await written(node)
+        async with running(config) as node, host(node, config) as client:
+            index = node.index.spaces["s"].index
+            ids = [int(index.match(tokens(*chain))[-1]) for chain in ((50,), (0, 1), (0,))]
+            other, tail, head = index.table.last_use[ids].tolist()
+            assert other < tail == head <= trio.current_time(), "a head is as young as what follows it"
+            for block in range(100, 220):
+                await store(client, f"r{block}", block)
+            await written(node)
+            assert (await reasons(client, 0, 1))[1] == "reclaimed", "the head may have been carried on"
+            extents = index.table.where[index.table.live(), index.table.first_extent]
+            live = [
+                offset
+                for segment in range(node.store.stores[0]._log.num_segments)
+                for offset in node.store.stores[0]._log.live_offsets(segment)
+            ]
+            assert sorted(extents[extents >= 0].tolist()) == live
+
+
+async def test_a_node_told_to_stop_before_it_is_up_serves_nobody_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpurt.node.REBUILD_LOG_S", -1.0)
+    config = small_config(tmp_path / "run", **file_bdev(tmp_path / "flash"))
+    with trio.fail_after(30):
+        async with running(config) as node, host(node, config) as client:
+            await store(client, "r", *range(12))
+        node = Node(config)
+        node.stop()
+        with structlog.testing.capture_logs() as logs:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(node.run)
+        assert [line["segments"] for line in logs if line["event"] == "rebuilding"]
+        assert not node.index.spaces["s"].index.table.live().size
+        async with running(config) as node, host(node, config) as client:
+            assert (await client.lookup("s", "q", tokens(*range(12)))).matched_blocks == 12
+
+
+async def test_what_a_drain_leaves_behind_is_said(tmp_path: Path, faulty: None) -> None:
+    config = small_config(
+        tmp_path / "run", node={"name": "n", "run_dir": str(tmp_path / "run"), "drain_s": 0.2}
+    )
+    with trio.fail_after(30), structlog.testing.capture_logs() as logs:
+        async with running(config) as node, host(node, config) as client:
+            device_of(node).inject(Fault(op="write", kind="delay", delay_s=0.6, count=99))
+            await store(client, "r", 0, 1, 2)
+    [line] = [line for line in logs if line["event"] == "node_not_drained"]
+    assert (line["blocks_not_written"], line["requests"], line["log_level"]) == (3, 0, "warning")
+    assert not [line for line in logs if line["event"] == "node_drained"]
+
+
 async def test_stopping_drains_what_the_device_does_not_have_yet(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", **file_bdev(tmp_path / "flash"))
     with trio.fail_after(30):
