@@ -71,7 +71,8 @@ class RoutingAgent(Actor[None]):
         holdings = self._engines.holdings(state.name, list(ranks.values()), request.tokens, label)
         node = self._node_holding(state, request)
         queued = {name: ms / 1000 for name, ms in request.queued_ms.items()}
-        found = self.router.rank(prompt_tokens, holdings, now, node, queued)
+        gone = {name for name, rank in ranks.items() if rank.core.is_unanswered(now)}
+        found = self.router.rank(prompt_tokens, holdings, now, node, queued, gone)
         if found and request.intent == "will_route":
             self.router.book(found[0], prompt_tokens, now)
         return m.RouteReply(
@@ -201,7 +202,7 @@ def _candidate(one: Estimate, rank: Rank, node: NodeHolding, now: float) -> m.Ca
         host=one.engine, hbm_tokens=one.hbm_tokens, cached_tokens=one.cached_tokens,
         node_tokens=max(one.cached_tokens, node.tokens), wait_ms=_ms(one.wait_s), fetch_ms=_ms(one.fetch_s),
         compute_ms=_ms(one.compute_s), ready_ms=_ms(one.ready_s),
-        stale_ms=-1 if confirmed is None else int((now - confirmed) * 1000), reason=_reason(one, rank),
+        stale_ms=-1 if confirmed is None else int((now - confirmed) * 1000), reason=_reason(one, rank, now),
     )  # fmt: skip
 
 
@@ -209,7 +210,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
 
-def _reason(one: Estimate, rank: Rank) -> str:
+def _reason(one: Estimate, rank: Rank, now: float) -> str:
     """Why it stands where it does, for people."""
     words = [f"holds {one.cached_tokens} tokens" if one.cached_tokens else "holds nothing of it"]
     if one.used_tokens > one.cached_tokens:
@@ -219,6 +220,8 @@ def _reason(one: Estimate, rank: Rank) -> str:
     words.append(f"computes for {_ms(one.compute_s):g} ms")
     if rank.core.is_partial:
         words.append("its events were lost in part")
+    if rank.core.is_unanswered(now):
+        words.append("has not answered lately")
     return ", ".join(words)
 
 

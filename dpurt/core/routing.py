@@ -10,7 +10,7 @@ and the least ``wait + fetch + RECOMPUTE_WEIGHT * compute`` wins. Computing weig
 this request that waits for it, but all behind it, and because it puts a second copy of the prefix into a cache that could
 hold something else. Replayed on a chat trace, a weight of 4 instead of 1 cuts what is lost against one big cache from 10 % to
 3-5 % for 3 % more time to the first token (`dpurt bench route`). Between equals, as for a prompt nobody knows, the engine
-wins that was given the fewest tokens lately.
+wins that was given the fewest tokens lately. An engine that answers nobody is named last, whatever it holds.
 
 What is booked on an engine drains with time; nothing needs to be said when a request ends. Left to others: who holds what
 (`HeldBlocks`, `PrefixIndex`). `now` is the caller's clock.
@@ -19,7 +19,7 @@ What is booked on an engine drains with time; nothing needs to be said when a re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,12 +86,14 @@ class Router:
 
     def rank(
         self, prompt_tokens: int, holdings: Sequence[Holding], now: float,
-        node: NodeHolding = NOTHING, queued_s: Mapping[str, float] | None = None,
+        node: NodeHolding = NOTHING, queued_s: Mapping[str, float] | None = None, last: Container[str] = (),
     ) -> list[Estimate]:  # fmt: skip
-        """The engines of `holdings` (all known), best first. Mutates nothing."""
+        """The engines of `holdings` (all known), best first; those in `last`, which may be gone, behind all others. Mutates
+        nothing.
+        """
         waits = queued_s or {}
         estimates = [self._estimate(prompt_tokens, holding, now, node, waits) for holding in holdings]
-        estimates.sort(key=_cost)
+        estimates.sort(key=lambda one: (one.engine in last, _cost(one)))
         return estimates
 
     def book(self, estimate: Estimate, prompt_tokens: int, now: float) -> None:

@@ -176,6 +176,10 @@ class Publisher:
         """Has nothing been heard of it for long?"""
         return now - self.heard_at > SILENT_S
 
+    def is_unanswered(self, now: float) -> bool:
+        """Does it not even answer the replays it is asked for now and then? One without a replay socket may just be idle."""
+        return self._has_replay and self.is_silent(now)
+
     # --- live ---
 
     def _take(self, batch: KvBatch, now: float) -> Ask | None:

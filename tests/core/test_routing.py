@@ -45,6 +45,13 @@ def test_a_prompt_nobody_knows_goes_to_who_was_given_least_lately() -> None:
     assert [row["booked"] for row in made.stats(0.0).values()] == [3, 3, 3]
 
 
+def test_who_may_be_gone_is_named_last_whatever_it_holds() -> None:
+    made = router()
+    ranked = made.rank(1000, holdings(100, 900, 0), 0.0, last={"b"})
+    assert [one.engine for one in ranked] == ["a", "c", "b"]
+    assert best(made, 1000, 0, 900, 0, last=set(NAMES)) == "b"
+
+
 def test_what_was_booked_drains_with_time() -> None:
     made = router()
     made.book(made.rank(1000, holdings(1, 0, 0), 0.0)[0], 1000, 0.0)

@@ -26,9 +26,7 @@ def ids(*blocks: int) -> list[int]:
     return [int(token) for token in np.frombuffer(tokens(*blocks), np.int32)]
 
 
-@asynccontextmanager
-async def two_engines(tmp_path: Path) -> AsyncIterator[tuple[Node, Client, list[FakeEngine], Config]]:
-    engines = [FakeEngine(tmp_path, name) for name in ("gpu-a", "gpu-b")]
+def topology(tmp_path: Path, engines: list[FakeEngine]) -> Config:
     tables = [
         {
             "name": e.name,
@@ -40,7 +38,13 @@ async def two_engines(tmp_path: Path) -> AsyncIterator[tuple[Node, Client, list[
         }
         for e in engines
     ]
-    config = small_config(tmp_path / "run", engine=tables, router={"bind": "127.0.0.1:0"})
+    return small_config(tmp_path / "run", engine=tables, router={"bind": "127.0.0.1:0"})
+
+
+@asynccontextmanager
+async def two_engines(tmp_path: Path) -> AsyncIterator[tuple[Node, Client, list[FakeEngine], Config]]:
+    engines = [FakeEngine(tmp_path, name) for name in ("gpu-a", "gpu-b")]
+    config = topology(tmp_path, engines)
     with trio.fail_after(20):
         async with (
             engines[0].running(),
@@ -70,6 +74,39 @@ async def test_the_holder_is_preferred_until_load_says_otherwise(tmp_path: Path)
         assert (
             await client.route("s", prompt, queued_ms={"gpu-b": 60_000}, will_route=False)
         ).best == "gpu-a"
+
+
+async def test_an_engine_that_does_not_answer_is_named_last_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpurt.agents.engines.TICK_S", 0.02)
+    monkeypatch.setattr("dpurt.engines.publisher.PROBE_S", 0.05)
+    monkeypatch.setattr("dpurt.engines.publisher.SILENT_S", 1.0)
+    engines = [FakeEngine(tmp_path, name) for name in ("gpu-a", "gpu-b")]
+    config = topology(tmp_path, engines)
+    with trio.fail_after(20):
+        async with engines[0].running(), running(config) as node, host(node, config) as client:
+
+            async def best() -> str:
+                return (await client.route("s", tokens(0, 1), will_route=False)).best
+
+            async def until_best(name: str) -> None:
+                while await best() != name:  # noqa: ASYNC110  a question, not an event
+                    await trio.sleep(0.05)
+
+            async with engines[1].running():
+                engines[1].make(stored(ids(0, 1), 16))
+                await until_known(node, "gpu-b", 2)
+                await trio.sleep(1.5)
+                assert await best() == "gpu-b", "idle, but it answers"
+            await until_best("gpu-a")
+            reply = await client.route("s", tokens(0, 1), will_route=False)
+            assert "has not answered lately" in reply.candidates[1].reason
+            only = await client.route("s", tokens(0, 1), among=["gpu-b"], will_route=False)
+            assert only.best == "gpu-b", "better than nobody"
+            async with engines[1].running():
+                engines[1].make(stored(ids(0, 1), 16))
+                await until_best("gpu-b")
 
 
 async def test_what_the_node_has_is_part_of_every_estimate(tmp_path: Path) -> None:
