@@ -20,14 +20,19 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import crc32c
+import trio
 import zmq
 
+from dpurt.agents.block_store import BlockStore
+from dpurt.bdev.file import FileBdev
 from dpurt.config import (
     BdevConfig,
     Config,
@@ -42,7 +47,7 @@ from dpurt.config import (
     rules,
 )  # fmt: skip
 from dpurt.config.schema import names_device
-from dpurt.errors import ConfigError
+from dpurt.errors import BdevError, ConfigError
 from dpurt.rdma.binding import missing
 from dpurt.rdma.device import RdmaDevice, discover, is_up, memlock_bytes, why_off
 from dpurt.rdma.paths import Rail, paths_to, resolve
@@ -77,9 +82,13 @@ def probe() -> list[Finding]:
 def examine(config: Config) -> list[Finding]:
     """What this topology needs of this machine."""
     memory = memory_bytes()
+    is_up = runs_here(config)
     return [
         *_staging_fits(config, memory[1]),
+        _run_folder(config),
+        *_addresses(config, is_up=is_up),
         *_disks(config),
+        *([] if is_up else _contents(config)),
         *_rails(config),
         *(_host_fabric(config, host) for host in config.host),
         *_salts(config),
@@ -315,6 +324,86 @@ def _disks(config: Config) -> Iterator[Finding]:
             yield Finding(name, "ok", f"{capacity / GIB:.2f} GiB of memory")
         else:
             yield from _remote(name, bdev, config)
+
+
+def runs_here(config: Config) -> bool:
+    """Does a node of this topology run on this machine?"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(config.node.run_path / "admin.sock"))
+        except OSError:
+            return False
+    return True
+
+
+def _run_folder(config: Config) -> Finding:
+    path = config.node.run_path
+    if not path.exists():
+        folder = existing(path)
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+            return Finding("run folder", "ok", f"{path}: will be made")
+        return Finding("run folder", "warn", f"{path} cannot be made in {folder}", "set [node] run_dir")
+    try:
+        config.node.check_run_dir()
+    except ConfigError as error:
+        return Finding("run folder", "warn", error.problem)
+    return Finding("run folder", "ok", str(path))
+
+
+def _addresses(config: Config, *, is_up: bool) -> Iterator[Finding]:
+    """Can the node listen where it is to?"""
+    if is_up:
+        yield Finding("addresses", "ok", f"a node runs with {config.node.run_path}, and has them")
+        return
+    binds = {
+        "gateway.bind": config.gateway.bind, "fabric.tcp_bind": config.fabric.tcp_bind,
+        "metrics.bind": config.metrics.bind, "router.bind": config.router.bind,
+    }  # fmt: skip
+    for name, bind in binds.items():
+        url = urlsplit(bind if "://" in bind else f"tcp://{bind}")
+        if url.scheme == "tcp" and url.hostname and url.port is not None:
+            yield _address(name, url.hostname, url.port)
+
+
+def _address(name: str, host: str, port: int) -> Finding:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return Finding(
+            name, "warn", f"cannot listen at {host}:{port}: {error.strerror}", f"set {name} to another"
+        )
+    return Finding(
+        name, "ok", f"can listen at {host}:{port}" if port else f"can listen at a free port of {host}"
+    )
+
+
+def _contents(config: Config) -> Iterator[Finding]:
+    """Do files and devices hold nothing but a store, or nothing?"""
+    for bdev in config.bdev:
+        if not isinstance(bdev, FileBdevConfig):
+            continue
+        path = bdev.full_path(config)
+        try:
+            if path.stat().st_size or path.is_block_device():
+                trio.run(_survey, path)
+        except FileNotFoundError:
+            continue
+        except (OSError, BdevError) as error:
+            yield Finding(f"data of {bdev.name}", "warn", f"{path} cannot be used: {error}")
+        except ConfigError as error:
+            advice = "name another, or let dpurt serve --format overwrite it"
+            yield Finding(f"data of {bdev.name}", "warn", error.problem, advice)
+        else:
+            yield Finding(f"data of {bdev.name}", "ok", f"{path} holds a store, or nothing")
+
+
+async def _survey(path: Path) -> None:
+    async with aclosing(await FileBdev.open(path)) as found:
+        await BlockStore.survey(found, deadline_s=PROBE_S)
 
 
 def _remote(name: str, bdev: BdevConfig, config: Config) -> Iterator[Finding]:

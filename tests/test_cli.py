@@ -310,6 +310,60 @@ def test_doctor_compares_the_cap_with_the_device(tmp_path: Path, monkeypatch: py
     assert doctor._device("bdev x", tmp_path / "disk", (1 << 30) + 1).state == "warn"
 
 
+def findings_of(topology: Path) -> dict[str, tuple[str, str]]:
+    return {f.name: (f.state, f.detail) for f in doctor.examine(load_config(topology))}
+
+
+def test_doctor_tries_the_addresses_a_node_is_to_listen_at(tmp_path: Path) -> None:
+    topology = Path(write_topology(tmp_path))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        tables = (
+            f'[fabric]\ntcp_bind = "tcp://127.99.0.1:0"\n\n[metrics]\nbind = "127.0.0.1:{port}"\n\n[staging]'
+        )
+        text = topology.read_text().replace("[staging]", tables, 1)
+        topology.write_text(text.replace("127.0.0.1:7571", f"127.0.0.1:{port}"))
+        found = findings_of(topology)
+    assert found["gateway.bind"] == (
+        "warn",
+        f"cannot listen at 127.0.0.1:{port}: Address already in use",
+    )
+    assert found["metrics.bind"][0] == "warn"
+    assert found["fabric.tcp_bind"] == ("ok", "can listen at a free port of 127.99.0.1")
+    assert findings_of(topology)["gateway.bind"][0] == "ok"
+    assert "Cannot assign" in doctor._address("gateway.bind", "192.0.2.1", 7571).detail, "of another machine"
+
+
+def test_doctor_finds_what_serve_would_refuse_on_disk(tmp_path: Path) -> None:
+    topology = Path(write_topology(tmp_path))
+    path = load_config(topology).bdev[0].full_path(load_config(topology))  # type: ignore[union-attr]
+    path.parent.mkdir(exist_ok=True)
+    assert not [name for name in findings_of(topology) if name.startswith("data of")]
+    path.write_bytes(b"mine" * 4096)
+    [(state, detail)] = [f for name, f in findings_of(topology).items() if name.startswith("data of")]
+    assert state == "warn", detail
+    assert path.read_bytes() == b"mine" * 4096
+    path.write_bytes(bytes(1 << 20))
+    [(state, _)] = [f for name, f in findings_of(topology).items() if name.startswith("data of")]
+    assert state == "ok"
+
+
+def test_doctor_looks_at_the_run_folder(tmp_path: Path) -> None:
+    topology = Path(write_topology(tmp_path))
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    lines = [line for line in topology.read_text().splitlines() if not line.startswith("run_dir")]
+    topology.write_text("\n".join(lines).replace("[node]", f'[node]\nrun_dir = "{folder}"', 1))
+    assert findings_of(topology)["run folder"][0] == "warn"
+    folder.chmod(0o700)
+    assert findings_of(topology)["run folder"] == ("ok", str(folder))
+    topology.write_text(topology.read_text().replace(str(folder), str(topology / "below")))
+    assert findings_of(topology)["run folder"][0] == "warn", "a file is no folder"
+
+
 def test_doctor_misses_curve_keys(tmp_path: Path) -> None:
     text = Path(write_topology(tmp_path)).read_text()
     curve = '[gateway.curve]\nsecret_key_file = "node.secret"\nauthorized_keys_dir = "clients"\n\n[staging]'

@@ -73,15 +73,23 @@ class NodeConfig(Table, frozen=True, kw_only=True):
         path = self.run_path
         try:
             path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            status = path.stat()
         except OSError as error:
             raise ConfigError("$.node.run_dir", f"cannot make {path}: {error.strerror}") from error
+        self.check_run_dir()
+        return path
+
+    def check_run_dir(self) -> None:
+        """ConfigError when others could put or swap sockets in the run folder, which is there."""
+        path = self.run_path
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ConfigError("$.node.run_dir", f"cannot look at {path}: {error.strerror}") from error
         if self.run_dir is None and (status.st_uid != os.getuid() or status.st_mode & 0o077):
             raise ConfigError("$.node.run_dir", f"{path} exists and others can enter it; remove it")
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             problem = f"{path} belongs to another user, or others can write to it; run chmod 700 on it, or name another"
             raise ConfigError("$.node.run_dir", problem)
-        return path
 
 
 class CurveConfig(Table, frozen=True, kw_only=True):
