@@ -256,7 +256,8 @@ class GatewayAgent(Actor[None]):
 
     def _lookup(self, session: Session, request: m.Lookup) -> m.LookupReply:
         state = self.hosts.state(session, request.space, request.shard)
-        session.counters.lookups += 1
+        for served in self.hosts.served(session, state):
+            served.lookups += 1
         if (request.tokens is None) == (request.digests is None):
             raise Refusal("malformed", "a lookup has either tokens or digests")
         if not request.chained:

@@ -23,7 +23,7 @@ from dpurt.wire import messages as m
 from .fabric import Choice, FabricAgent
 from .index import IndexAgent
 from .intake import Intake
-from .sessions import HostCounters, Scope, Session
+from .sessions import Scope, Served, Session
 from .spaces import SpaceState
 from .staging import StagingAgent
 
@@ -66,7 +66,8 @@ class Hosts:
         self._numbers = itertools.count(1)
         self._scope_numbers = itertools.count(1)
         self.sessions: dict[bytes, Session] = {}
-        self.counters: dict[str, HostCounters] = {}
+        self.by_host: dict[str, Served] = {}
+        self.by_space: dict[str, Served] = {}
         self.ended: dict[str, int] = {}
         self.is_draining = False
         self.on_session_ended: list[Callable[[int], None]] = []
@@ -138,9 +139,9 @@ class Hosts:
         regions = {state.slab.region.region_id: state.slab.region for state in spaces.values()}
         token = secrets.token_bytes(32)
         self._fabric.admit(choice.kind, number, token, list(regions.values()), inbound)
-        counters = self.counters.setdefault(hello.host, HostCounters())
+        served = self.by_host.setdefault(hello.host, Served())
         session = Session(
-            number, routing_id, hello.host, choice.kind, spaces, counters, trio.current_time(), key
+            number, routing_id, hello.host, choice.kind, spaces, served, trio.current_time(), key
         )
         self.sessions[routing_id] = self._by_number[number] = session
         log.info("session_opened", session=number, host=hello.host, fabric=choice.kind)
@@ -163,6 +164,10 @@ class Hosts:
             self.end_session(routing_id, "its routing id came with another key")
             return None
         return session
+
+    def served(self, session: Session, state: SpaceState) -> tuple[Served, Served]:
+        """The counters of what is done for a host in a space."""
+        return session.served, self.by_space.setdefault(state.name, Served())
 
     def end_session(self, routing_id: bytes, why: str) -> None:
         """The session is over: every scope ends now. Memory the host may still map waits for `link_closed`."""

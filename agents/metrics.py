@@ -44,6 +44,7 @@ class StatsCollector(Collector):
         yield from families.values()
 
 
+_LEDGER = frozenset({"open", "accuracy", "coverage", "lead_p10_s", "lead_p50_s", "lead_p90_s"})
 # tables all of whose numbers only grow, but for those named
 GROWING: dict[str, frozenset[str]] = {
     "hosts": frozenset(),
@@ -53,6 +54,8 @@ GROWING: dict[str, frozenset[str]] = {
     "fabrics": frozenset({"links"}),
     "agents": frozenset(),
     "ranks": frozenset({"blocks_held", "is_silent", "is_partial", "stale_s"}),
+    "served": frozenset(),
+    **dict.fromkeys(("total", "predictors", "by_space", "ledger"), _LEDGER),
     "drops": frozenset(),
     "reads": frozenset(),
 }
@@ -64,7 +67,21 @@ def only_grows(path: Sequence[str]) -> bool:
 
 
 LABELLED = frozenset(
-    {"hosts", "spaces", "fabrics", "predictors", "bdevs", "drives", "decode", "ranks", "policies"}
+    {
+        "hosts",
+        "spaces",
+        "fabrics",
+        "predictors",
+        "by_space",
+        "trust",
+        "placement",
+        "rails",
+        "bdevs",
+        "drives",
+        "decode",
+        "ranks",
+        "policies",
+    }
 )  # their keys are names, not fields
 
 

@@ -73,8 +73,10 @@ class Scope:
 
 
 @dataclass(slots=True)
-class HostCounters:
-    """What one host's loads and stores came to, in blocks and bytes. `blocks` == sum of the sources and misses."""
+class Served:
+    """What the loads and stores of one host, or of one space, came to, in blocks and bytes. `blocks` == sum of the sources
+    and misses.
+    """
 
     lookups: int = 0
     blocks: int = 0
@@ -97,7 +99,7 @@ class Session:
     host: str
     fabric: str
     spaces: dict[str, SpaceState]
-    counters: HostCounters
+    served: Served
     last_seen: float
     key: str | None = None
     scopes: dict[str, Scope] = field(default_factory=dict)

@@ -2,13 +2,14 @@
 
 A request's handler waits here for staging and the fabric. Whatever ends its scope meanwhile ends what it holds, and it answers
 ``cancelled``. Leases of a load are the scope's, with an end of their own unless the host maps our memory. Counts per host what
-came of its blocks (`HostCounters`).
+came of its blocks (`Served`).
 
 Left to others: who may ask (`dpurt.agents.hosts`), and what a task of its own is for (the gateway).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import trio
@@ -178,18 +179,19 @@ class Transfers:
         positions: Sequence[int],
         grants: Sequence[m.Grant],
     ) -> None:
-        counters = session.counters
-        counters.blocks += len(grants)
-        for position, grant in zip(positions, grants, strict=True):
-            if grant.status != "ok":
-                counters.misses[grant.status] = counters.misses.get(grant.status, 0) + 1
-                self._index.note_refusal(state, scope.handles, position, grant.status, grant.reason)
-                continue
-            counters.bytes_loaded += grant.length
-            if grant.source == "staging":
-                counters.staging += 1
-            else:
-                counters.nvme += 1
+        good = [grant for grant in grants if grant.status == "ok"]
+        staged, length = sum(grant.source == "staging" for grant in good), sum(g.length for g in good)
+        missed = Counter(grant.status for grant in grants if grant.status != "ok")
+        for served in self._hosts.served(session, state):
+            served.blocks += len(grants)
+            served.bytes_loaded += length
+            served.staging += staged
+            served.nvme += len(good) - staged
+            _add(served.misses, missed)
+        if missed:
+            for position, grant in zip(positions, grants, strict=True):
+                if grant.status != "ok":
+                    self._index.note_refusal(state, scope.handles, position, grant.status, grant.reason)
 
     async def commit(self, session: Session, request: m.Commit, deadline: float) -> m.CommitReply:
         scope = self._hosts.scope(session, request.request)
@@ -206,13 +208,13 @@ class Transfers:
             raise Refusal("cancelled", f"request {request.request!r} ended")
         raise Refusal("deadline", "the commit did not end in its time; uncommitted blocks were given back")
 
-    @staticmethod
-    def _count_stores(session: Session, state: SpaceState, statuses: Sequence[str]) -> None:
-        counters, stored = session.counters, statuses.count("stored")
-        counters.stored += stored
-        counters.bytes_stored += stored * state.layout.payload_bytes
-        for status in set(statuses) - {"stored"}:
-            counters.not_stored[status] = counters.not_stored.get(status, 0) + statuses.count(status)
+    def _count_stores(self, session: Session, state: SpaceState, statuses: Sequence[str]) -> None:
+        not_stored = Counter(statuses)
+        stored = not_stored.pop("stored", 0)
+        for served in self._hosts.served(session, state):
+            served.stored += stored
+            served.bytes_stored += stored * state.layout.payload_bytes
+            _add(served.not_stored, not_stored)
 
     def used(self, session: Session, request: m.Used) -> m.Ok:
         """As a load of these blocks, but for the bytes: they are there already."""
@@ -229,10 +231,16 @@ class Transfers:
         for first, count in _runs(positions):
             self._observe(Consumed(scope.sequence, first, count))
         self._placement.used(session, state, request.shard, scope.sequence, refs)
-        session.counters.blocks += len(refs)
-        session.counters.landing += len(refs)
-        session.counters.bytes_loaded += len(refs) * sum(state.part_bytes[parts.start : parts.stop])
+        for served in self._hosts.served(session, state):
+            served.blocks += len(refs)
+            served.landing += len(refs)
+            served.bytes_loaded += len(refs) * sum(state.part_bytes[parts.start : parts.stop])
         return m.Ok(id=request.id, count=len(refs))
+
+
+def _add(counts: dict[str, int], more: Counter[str]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def _grants(state: SpaceState, acquired: Sequence[Acquired], parts: PartRun) -> list[m.Grant]:

@@ -50,7 +50,7 @@ from dpurt.core.endurance import DAY_S, WriteBudget
 from dpurt.core.events import Event
 from dpurt.core.eviction import Outlook, make_policy
 from dpurt.core.index_feed import IndexFeed
-from dpurt.core.ledger import Totals
+from dpurt.core.ledger import LEAD_BOUNDS_S, Totals
 from dpurt.core.prefetch_setup import PrefetchSetup, outlook_of
 from dpurt.core.prefix_index import PrefixIndex
 from dpurt.core.record import RecordLayout
@@ -525,7 +525,7 @@ class Node:
         """Every counter there is, as nested maps of plain values."""
         return {
             "node": self._node_stats(),
-            "hosts": {name: asdict(counters) for name, counters in self.gateway.hosts.counters.items()},
+            "hosts": {name: asdict(served) for name, served in self.gateway.hosts.by_host.items()},
             "gateway": {
                 "messages": self.gateway.messages, "denied": self.gateway.denied,
                 "sessions": len(self.gateway.hosts.sessions),
@@ -593,12 +593,13 @@ class Node:
             **({} if budget is None else plain(budget.stats())),
         }  # fmt: skip
 
-    @staticmethod
-    def _space_stats(state: SpaceState) -> dict[str, object]:
+    def _space_stats(self, state: SpaceState) -> dict[str, object]:
+        served = self.gateway.hosts.by_space.get(state.name)
         return {
-            "epoch": state.space.epoch, "blocks": len(state.index), "record_bytes": state.layout.record_bytes,
+            "tenant": state.space.tenant, "epoch": state.space.epoch, "blocks": len(state.index), "record_bytes": state.layout.record_bytes,
             "recompute_ms_per_block": None if state.recompute_s is None else round(1000 * state.recompute_s, 3),
             "index": plain(state.index.stats()), "staging": plain(state.slab.pool.stats()),
+            **({} if served is None else {"served": plain(served)}),
         }  # fmt: skip
 
     def _prefetch_stats(self) -> dict[str, object]:
@@ -610,12 +611,19 @@ class Node:
             "enabled": 1, "waiting": stats.waiting, "flying": stats.flying, "sequences": stats.sequences,
             "trust": dict(stats.trust), "total": totals(stats.total),
             "predictors": {name: totals(row) for name, row in stats.by_predictor.items()},
+            "by_space": {name: totals(row) for name, row in stats.by_space.items()},
         }  # fmt: skip
 
 
 def totals(row: Totals) -> dict[str, object]:
     """A row of the ledger, with what it amounts to."""
-    return {**asdict(row), "accuracy": row.accuracy, "coverage": row.coverage}
+    leads = {f"lead_p{q}_s": _finite(row.lead_quantile_s(q / 100)) for q in (10, 50, 90)}
+    return {**asdict(row), "accuracy": row.accuracy, "coverage": row.coverage, **leads}
+
+
+def _finite(lead_s: float | None) -> float | None:
+    """A lead beyond the histogram is shown as its last bound."""
+    return None if lead_s is None else min(lead_s, LEAD_BOUNDS_S[-1])
 
 
 def spdk_stats(bdev: Bdev) -> dict[str, object]:

@@ -42,6 +42,9 @@ async def test_hits_add_up_per_host_and_tier(tmp_path: Path) -> None:
         assert (one["blocks"], one["staging"], one["nvme"], one["misses"]) == (8, 4, 2, {"miss": 2})
         assert one["bytes_loaded"] == 6 * PAYLOAD
         assert (one["stored"], one["bytes_stored"]) == (4, 4 * PAYLOAD)
+        space = stats["spaces"]["s"]
+        assert {**space["served"]} == {**one}, "one host, one space"
+        assert space["tenant"] == node.config.space[0].tenant
         assert stats["intake"]["stored"] == 4
         [bdev] = stats["bdevs"].values()
         assert bdev["store"]["appends"] == 4
@@ -65,3 +68,5 @@ async def test_the_ledger_in_the_statistics_adds_up(tmp_path: Path) -> None:
         outcomes = ("timely", "late", "early", "useless", "cancelled", "failed", "refused", "open")
         assert total["planned"] == sum(total[name] for name in outcomes) > 0
         assert total["planned"] == sum(row["planned"] for row in stats["prefetch"]["predictors"].values())
+        assert stats["prefetch"]["by_space"]["s"] == total
+        assert (total["lead_p50_s"] is None) == (total["timely"] == 0)

@@ -353,6 +353,10 @@ class Ledger:
         """Names with at least one planned job, sorted."""
         return sorted({name for (name, _), row in self._rows.items() if row.planned})
 
+    def spaces(self) -> list[str]:
+        """Those with at least one planned job, sorted."""
+        return sorted({owner.space for (_, owner), row in self._rows.items() if row.planned})
+
     def check_integrity(self) -> None:
         """Assert that the ledger adds up: per row and in total, ``planned == sum(outcomes) + open``."""
         for key, row in self._rows.items():

@@ -83,6 +83,7 @@ class PrefetchStats:
 
     total: Totals
     by_predictor: dict[str, Totals]
+    by_space: dict[str, Totals]
     trust: dict[str, float]
     waiting: int
     flying: int
@@ -228,6 +229,7 @@ class PrefetchCore:
         return PrefetchStats(
             total=self.ledger.totals(),
             by_predictor={name: self.ledger.totals(predictor=name) for name in names},
+            by_space={name: self.ledger.totals(space=name) for name in self.ledger.spaces()},
             trust={name: self.arbiter.trust(name) for name in names},
             waiting=self.arbiter.num_waiting,
             flying=self.arbiter.num_flying,

@@ -141,9 +141,13 @@ async def reasons(client: Client, *blocks: int) -> list[str]:
 
 def assert_books_balance(node: Node) -> None:
     """Every block asked for is a hit of one tier or a miss with a reason; every planned prefetch has one outcome."""
-    for counters in node.gateway.hosts.counters.values():
-        hits = counters.staging + counters.nvme + counters.landing
-        assert counters.blocks == hits + sum(counters.misses.values())
+    hosts, sums = node.gateway.hosts, []
+    for table in (hosts.by_host, hosts.by_space):
+        for served in table.values():
+            hits = served.staging + served.nvme + served.landing
+            assert served.blocks == hits + sum(served.misses.values())
+        sums.append([sum(s.blocks for s in table.values()), sum(s.bytes_loaded for s in table.values())])
+    assert sums[0] == sums[1], "by host and by space it is the same"
     core = node.prefetch.core
     if core is not None:
         core.ledger.check_integrity()

@@ -175,7 +175,7 @@ async def test_a_load_beyond_the_match_is_a_miss_for_those_blocks(tmp_path: Path
         loaded = await client.load("r", 0, buffers(3))
         assert statuses(loaded) == ["ok", "miss", "miss"]
         assert loaded[1].reason == "beyond the matched prefix"
-        assert node.gateway.hosts.counters["host-a"].misses == {"miss": 2}
+        assert node.gateway.hosts.by_host["host-a"].misses == {"miss": 2}
 
 
 async def test_limits_on_scopes_and_running_loads_are_answered_busy(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 STATS: Mapping[str, object] = {
     "node": {"name": "n", "uptime_s": 1.5, "is_up": True},
     "hosts": {"gpu-a": {"blocks": 3, "misses": {"no_room": 1}}, "gpu-b": {"blocks": 4, "misses": {}}},
-    "prefetch": {"accuracy": None, "predictors": {"hint": {"planned": 2}}},
+    "prefetch": {"accuracy": None, "predictors": {"hint": {"planned": 2, "open": 1}}},
+    "placement": {"gpu-a": {"slots": 8, "ledger": {"planned": 5}}},
 }
 
 
@@ -59,7 +60,10 @@ async def test_the_page_has_every_number_with_names_as_labels() -> None:
         ("dpurt_hosts_blocks_total", "gpu-a"): 3.0,
         ("dpurt_hosts_blocks_total", "gpu-b"): 4.0,
         ("dpurt_hosts_misses_no_room_total", "gpu-a"): 1.0,
-        ("dpurt_prefetch_predictors_planned", "hint"): 2.0,
+        ("dpurt_prefetch_predictors_planned_total", "hint"): 2.0,
+        ("dpurt_prefetch_predictors_open", "hint"): 1.0,
+        ("dpurt_placement_ledger_planned_total", "gpu-a"): 5.0,
+        ("dpurt_placement_slots", "gpu-a"): 8.0,
     }
 
 

@@ -4,7 +4,7 @@ Each life is a forked child: it starts a node on the file, loads what earlier li
 stores and loads until it is killed: by itself in the middle of a device operation (which may be left half done), or by its
 parent at any time. What it saw goes to an append-only journal, which survives it:
 
-    +N     block N is on the device        -N     the node dropped block N
+    +N     block N is on the device        -N     the node dropped block N, or its place on the device while staging has it
     {...}  what the life found at its start
 
 Blocks are numbered as the nodes of binary trees, so a number says the whole chain. Prints one JSON object about all lives.
@@ -167,6 +167,7 @@ class Life:
         with trio.fail_after(30):
             async with serving(self._node) as node:
                 node.index.on_dropped.append(self._note_dropped)
+                self._note_places(node)
                 spaces = spaces_of(self._config)
                 async with connect(
                     node.gateway.endpoint, host="host-a", spaces=spaces, fabrics=fabrics
@@ -181,9 +182,26 @@ class Life:
     def _note_dropped(self, state: SpaceState, dropped: Dropped, reason: str) -> None:
         self._note("\n".join(f"-{self._block_of[key]}" for key in dropped.key_list()))
 
+    def _note_places(self, node: Node) -> None:
+        """Reclaim takes a staged block's place away, or gives it another."""
+        index = node.index.spaces["s"].index
+        clear, put = index.clear_extent, index.set_extent
+
+        def clear_extent(block: int, shard: int) -> bool:
+            self._note(f"-{self._block_of[index.key(block)]}")
+            return clear(block, shard)
+
+        def set_extent(block: int, shard: int, extent: int) -> None:
+            put(block, shard, extent)
+            self._note(f"+{self._block_of[index.key(block)]}")
+
+        index.clear_extent, index.set_extent = clear_extent, set_extent  # type: ignore[method-assign]
+
     async def _look_around(self, client: Client, *, everything: bool) -> None:
         """Is what must be here here, and right?"""
         expected = sorted(b for b in self._on_device if self._on_device.issuperset(chain_of(b)))
+        for orphan in self._on_device.difference(expected):  # the node forgot it at its start
+            self._note(f"-{orphan}")
         sample = expected if everything else self._rng.sample(expected, min(CHECKED, len(expected)))
         index, log = self._node.index.spaces["s"].index, self._node.store.stores[0].stats().log
         found = {

@@ -73,7 +73,7 @@ async def line_from(process: trio.Process) -> str:
 
 
 def num_stored(node: Node) -> int:
-    counters = node.gateway.hosts.counters.get("host-a")  # from its first session on
+    counters = node.gateway.hosts.by_host.get("host-a")  # from its first session on
     return counters.stored if counters else 0
 
 

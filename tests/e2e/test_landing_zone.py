@@ -71,7 +71,7 @@ async def test_what_arrives_is_placed_and_loaded_without_asking(tmp_path: Path, 
         )
         await until(lambda: ledger(node)["timely"] == 4)
         assert ledger(node)["accuracy"] == 1.0
-        assert node.gateway.hosts.counters["host-a"].landing == 5
+        assert node.gateway.hosts.by_host["host-a"].landing == 5
         assert node.prefetch.core is not None
 
 
@@ -211,4 +211,4 @@ async def test_what_a_host_says_it_took_from_no_zone_counts_nowhere(tmp_path: Pa
         assert (await client._talk.call(m.Used(request="r", blocks=[0, 1, 1]), m.Ok)).count == 2
         with pytest.raises(RemoteProtocolError, match="shard 7"):
             await client._talk.call(m.Used(request="r", blocks=[0], shard=7), m.Ok)
-        assert node.gateway.hosts.counters["host-a"].landing == 2
+        assert node.gateway.hosts.by_host["host-a"].landing == 2

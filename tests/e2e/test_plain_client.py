@@ -52,6 +52,6 @@ async def test_a_plain_client_stores_a_block_and_loads_it_back(tmp_path: Path) -
             )
             assert done.returncode == 0, done.stdout
             assert done.stdout == b"the block came back, byte for byte\n"
-            counters = node.gateway.hosts.counters["plain"]
+            counters = node.gateway.hosts.by_host["plain"]
             assert (counters.stored, counters.staging, counters.bytes_loaded) == (1, 1, 8192)
             assert node.staging.slabs[0].pool.stats().leases == 0

@@ -163,7 +163,7 @@ async def test_a_load_from_a_slow_device_ends_at_its_deadline_as_a_miss(tmp_path
     async with node_on(tmp_path, modelled_bdev()) as (node, client):
         await slow_down(node, 2.0)
         await check_deadline(client, 2.0)
-        counters = node.gateway.hosts.counters["host-a"]
+        counters = node.gateway.hosts.by_host["host-a"]
         assert counters.misses == {"late": len(SHORT)}
 
 

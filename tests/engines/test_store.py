@@ -131,9 +131,9 @@ async def test_a_get_uses_the_scope_that_found_its_blocks_and_ends_it(tmp_path: 
         await until(lambda: scopes(node) == 0)
         await ask(store.find(digests(1, 2, 3, 4)).wait)
         assert scopes(node) == 1
-        lookups = node.gateway.hosts.counters["host-a"].lookups
+        lookups = node.gateway.hosts.by_host["host-a"].lookups
         assert await ask(store.get(digests(1, 2, 3), rooms(3)).wait) == [True] * 3
-        assert node.gateway.hosts.counters["host-a"].lookups == lookups
+        assert node.gateway.hosts.by_host["host-a"].lookups == lookups
         await until(lambda: scopes(node) == 0)
 
 
