@@ -1,1 +1,3 @@
-"""The node's agents, one per duty: gateway, index, prefetch, staging, storage, fabric, metrics."""
+"""The node's agents, one per duty (gateway, index, storage, staging, prefetch, placement, fabric, engines, routing, metrics,
+recorder, shadow), and what they share.
+"""

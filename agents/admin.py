@@ -96,5 +96,5 @@ class AdminDoor:
         self._hosts.check_shard(state, request.shard)
         others = [s for s in self._index.spaces.values() if s is not state]
         return m.ExplainReply(
-            id=request.id, blocks=explain(self._index, self._staging, state, request, others)
+            id=request.id, blocks=await explain(self._index, self._staging, state, request, others)
         )

@@ -176,6 +176,7 @@ class BlockStore:
         self._appending = 0
         self._drained = trio.lowlevel.ParkingLot()
         self.is_lost = False
+        self._successor = ""  # being made on a device that lost this store: a try may have got half-way
 
     @classmethod
     async def open(
@@ -435,11 +436,12 @@ class BlockStore:
         while self._appending:  # to the device that is gone: they fail, each by its deadline
             await self._drained.park()
         found = await _find_superblock(self._bdev, self._deadline_s, may_overwrite=False)
-        if found is not None:
+        if found is not None and found.store != self._successor:
             raise ConfigError("$.store", f"bdev {self.bdev_name} holds another store now: {found.store}")
         old = self._superblock
+        self._successor = self._successor or secrets.token_hex(16)
         fresh = Superblock(
-            store=secrets.token_hex(16),
+            store=self._successor,
             segment_bytes=old.segment_bytes,
             incarnation=old.incarnation,
             epochs=old.epochs,
@@ -448,7 +450,7 @@ class BlockStore:
         self._log = _make_log(fresh, self._log.capacity_bytes)
         self._tag = fresh.store_tag
         self._writing.clear()
-        self.is_lost = False
+        self.is_lost, self._successor = False, ""
 
     async def _recognise(self) -> None:
         """If the device was away: is this store still on it? Raises StoreLost."""

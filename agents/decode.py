@@ -388,8 +388,9 @@ class DecodeAgent:
     def _copy(self, decoding: Decoding, slot: int, at: int, block_id: int) -> None:
         """A block the device does not have yet is whole in the space's own slab."""
         state, layout = decoding.scope.state, decoding.layouts[decoding.place(slot)[0]]
-        source_slot = state.slot_of(block_id, decoding.shard)
-        if source_slot < 0:
+        ref = state.ref(state.handle(block_id), decoding.shard)
+        source_slot = state.slab.pool.find(ref)
+        if source_slot is None or state.slab.pool.ready_parts(ref) != state.layout.all_parts:
             decoding.pool.fill_failed(at, PART)
             return
         source, image, header = (

@@ -1,7 +1,7 @@
 """The engines agent: follows inference engines' KV events and keeps what their hosts hold (`HeldBlocks`).
 
 One task per engine finds its ranks (from the topology, or by asking the engine), one per rank receives, and one at a time per
-rank replays. What to make of a message is `dpurt.engines.Publisher`'s to say. An engine that cannot be found is asked again,
+rank replays. What to make of a message is `dpurt.engines.publisher.Publisher`'s to say. An engine that cannot be found is asked again,
 less and less often; one that falls silent is warned of once.
 
 Restart: cores are kept, sockets are new; each core is told that its way was interrupted and asks for what it missed.

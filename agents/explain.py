@@ -14,11 +14,11 @@ from .staging import StagingAgent
 __all__ = ["explain"]
 
 
-def explain(
+async def explain(
     index: IndexAgent, staging: StagingAgent, state: SpaceState, request: m.Explain, others: Sequence[SpaceState]
 ) -> list[m.Reason]:  # fmt: skip
     """A reason for each whole block. `others`: spaces whose blocks the asker may hear of."""
-    reasons = index.explain(state, request.tokens, request.digests, request.shard, others)
+    reasons = await index.explain(state, request.tokens, request.digests, request.shard, others)
     here = list(itertools.takewhile(lambda reason: reason.reason == "present", reasons))
     unstaged = [reason for reason in here if "staging" not in reason.tiers]
     if unstaged:

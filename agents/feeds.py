@@ -53,7 +53,7 @@ async def _news(state: SpaceState, batch: Batch, request: m.Subscribe, deadline:
                 feed.forget(news.set)
         if state.retired:
             raise Refusal(
-                "stale_epoch", f"space {state.name!r} has a new epoch: new weights need a new hello"
+                "stale_epoch", f"space {state.name!r} has a new epoch: new weights need a new client"
             )
         last = read(state.index, last.cursor, request.max_blocks)
         if waiting.cancelled_caught:

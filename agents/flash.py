@@ -116,8 +116,9 @@ class FlashTier:
         deadline: float,
         is_reappend: bool = False,
     ) -> list[int]:
-        """Write packed record images to one store; their extents. `names` say whose they are, one a record: those of
-        `SpaceState.ref`. Raises StoreFull, BdevError, BdevTimeout."""
+        """Write packed record images to one store; their extents. `names` say whose they are, one a record (see
+        `SpaceState.owner`). Raises StoreFull, BdevError, BdevTimeout.
+        """
         failure: BdevError | None = None
         full: StoreFull | None = None
         for number in self._to_write(layout, len(images), is_reappend):
@@ -178,7 +179,7 @@ class FlashTier:
         return self.stores[number].forget(offset)
 
     def rename(self, extent: int, name: int) -> None:
-        """Say whose a record is that `rebuild` found."""
+        """Say whose a record is that `rebuild` found: see `append`."""
         number, offset = divmod(extent, SPAN)
         self.stores[number].rename(offset, name)
 

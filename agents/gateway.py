@@ -102,7 +102,7 @@ class GatewayAgent(Actor[None]):
         self._nursery: trio.Nursery | None = None
         self._handlers: dict[type[m.Request], Callable[[Session, Any], m.Reply | None]] = {
             m.Lookup: self._lookup, m.Hint: self._hint, m.Reserve: self._reserve, m.Release: self._release,
-            m.Cancel: self._cancel, m.Explain: self._explain, m.Route: self._route, m.Stats: self._stats, m.Ping: self._ping,
+            m.Cancel: self._cancel, m.Route: self._route, m.Stats: self._stats, m.Ping: self._ping,
             m.Bye: self._bye, m.Delete: self._delete, m.Zone: self._zone, m.Used: self.transfers.used,
         }  # fmt: skip
 
@@ -177,7 +177,7 @@ class GatewayAgent(Actor[None]):
         if session is None:
             raise Refusal("no_session", "say hello first (the node may have restarted)")
         session.last_seen = trio.current_time()
-        if isinstance(request, (m.Load, m.Commit)):
+        if isinstance(request, (m.Load, m.Commit, m.Explain)):
             self._spawn(session, request)
             return None
         if isinstance(request, m.Subscribe):
@@ -185,18 +185,20 @@ class GatewayAgent(Actor[None]):
             return None
         return self._handlers[type(request)](session, request)
 
-    def _spawn(self, session: Session, request: m.Load | m.Commit) -> None:
+    def _spawn(self, session: Session, request: m.Load | m.Commit | m.Explain) -> None:
         if session.in_flight >= self.config.gateway.max_inflight_per_client:
-            raise Refusal("busy", f"more than {session.in_flight} loads and commits at once")
+            raise Refusal("busy", f"more than {session.in_flight} loads, commits and explains at once")
         assert self._nursery is not None
         session.in_flight += 1
         self._nursery.start_soon(self._answer_later, session, request)
 
-    async def _answer_later(self, session: Session, request: m.Load | m.Commit) -> None:
+    async def _answer_later(self, session: Session, request: m.Load | m.Commit | m.Explain) -> None:
         deadline = trio.current_time() + request.deadline_ms / 1000
         try:
             if isinstance(request, m.Load):
                 reply: m.Reply = await self.transfers.load(session, request, deadline)
+            elif isinstance(request, m.Explain):
+                reply = await self._explain(session, request)
             else:
                 reply = await self.transfers.commit(session, request, deadline)
         except Refusal as refusal:
@@ -400,11 +402,11 @@ class GatewayAgent(Actor[None]):
         state = self.hosts.state(session, request.space)
         return m.Ok(id=request.id, count=self._index.delete(state, request.digests))
 
-    def _explain(self, session: Session, request: m.Explain) -> m.ExplainReply:
+    async def _explain(self, session: Session, request: m.Explain) -> m.ExplainReply:
         state = self.hosts.state(session, request.space, request.shard)
         others = [s for s in session.spaces.values() if s is not state and not s.retired]
         return m.ExplainReply(
-            id=request.id, blocks=explain(self._index, self._staging, state, request, others)
+            id=request.id, blocks=await explain(self._index, self._staging, state, request, others)
         )
 
     def _route(self, session: Session, request: m.Route) -> m.RouteReply:

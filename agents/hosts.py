@@ -217,7 +217,7 @@ class Hosts:
         if state is None:
             raise Refusal("unknown_space", f"space {name!r} was not part of this session's hello")
         if state.retired:
-            raise Refusal("stale_epoch", f"space {name!r} has a new epoch: new weights need a new hello")
+            raise Refusal("stale_epoch", f"space {name!r} has a new epoch: new weights need a new client")
         self.check_shard(state, shard)
         return state
 
@@ -234,7 +234,7 @@ class Hosts:
             raise Refusal("unknown_request", f"request {request!r} has no scope (look it up first)")
         if scope.state.retired:
             raise Refusal(
-                "stale_epoch", f"space {scope.state.name!r} has a new epoch: new weights need a new hello"
+                "stale_epoch", f"space {scope.state.name!r} has a new epoch: new weights need a new client"
             )
         self.check_shard(scope.state, shard)
         scope.used_at = trio.current_time()

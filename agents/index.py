@@ -26,6 +26,8 @@ from dpurt.wire import messages as m
 from .spaces import SpaceState, number_of
 
 log = structlog.get_logger()
+EXPLAINED = 64  # blocks at a time
+EXPIRED = 512
 EXPIRY_TICK_S = 1.0
 _Chain: TypeAlias = tuple[SpaceState, list[bytes]]
 
@@ -159,11 +161,13 @@ class IndexAgent(Actor[None]):
         missing = [shard for shard in range(state.num_shards) if not state.has_shard(block_id, shard)]
         return missing if len(missing) < state.num_shards else []
 
-    def explain(
+    async def explain(
         self, state: SpaceState, tokens: bytes | None, digests: Sequence[bytes] | None, shard: int,
         others: Sequence[SpaceState],
     ) -> list[m.Reason]:  # fmt: skip
-        """Why each whole block of a prompt is here or is not; of its first `m.MAX_BLOCKS`, for it is not done in passing."""
+        """Why each whole block of a prompt is here or is not; of its first `m.MAX_BLOCKS`. Takes long for many: others have
+        their turn in between.
+        """
         step = state.space.geometry.block_token_bytes
         tokens = None if tokens is None else tokens[: m.MAX_BLOCKS * step]
         digests = (digests or ())[: m.MAX_BLOCKS]
@@ -171,11 +175,12 @@ class IndexAgent(Actor[None]):
         keys = self.chain(state, tokens, digests, 0, count) or [ROOT_KEY]
         former = _keys_of_last_epoch(state.space, tokens, digests)
         elsewhere = self._chains_elsewhere(state, tokens, digests, count, others)
-        now = trio.current_time()
-        return [
-            self._explain_one(state, i, key, former[i], shard, elsewhere, now)
-            for i, key in enumerate(keys[1:])
-        ]
+        reasons = []
+        for i, key in enumerate(keys[1:]):
+            if i % EXPLAINED == 0:
+                await trio.lowlevel.checkpoint()
+            reasons.append(self._explain_one(state, i, key, former[i], shard, elsewhere, trio.current_time()))
+        return reasons
 
     def _explain_one(
         self, state: SpaceState, position: int, key: bytes, former: bytes, shard: int,
@@ -328,10 +333,14 @@ class IndexAgent(Actor[None]):
         task_status.started()
         while True:
             await trio.sleep(EXPIRY_TICK_S)
-            now = trio.current_time()
-            for state in list(self.spaces.values()):
-                if state.ttl_s:
-                    self._gone(state, state.index.expire(now), "expired", now)
+            await self.expire(trio.current_time())
+
+    async def expire(self, now: float) -> None:
+        """Blocks whose time has come are gone; others have their turn in between."""
+        for state in list(self.spaces.values()):
+            while state.ttl_s and state.index.is_due(now):
+                self._gone(state, state.index.expire(now, EXPIRED), "expired", now)
+                await trio.lowlevel.checkpoint()
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -467,8 +467,12 @@ class Intake:
         now = trio.current_time()
         stored: list[_Arrival] = []
         for arrival in arrivals:
-            if state.retired or not arrival.is_good or not _has_parent(arrival, stored):
-                status = "stale_epoch" if state.retired else "orphan" if arrival.is_good else "checksum"
+            was_dropped = state.slab.pool.find(arrival.ref) != arrival.slot  # with another shard's only copy
+            if state.retired or was_dropped or not arrival.is_good or not _has_parent(arrival, stored):
+                status = (
+                    "stale_epoch" if state.retired else "checksum" if not arrival.is_good
+                    else "no_room" if was_dropped else "orphan"
+                )  # fmt: skip
                 state.slab.pool.fill_failed(arrival.slot, state.layout.all_parts)
                 self._cleaned(state, 1)
             else:
@@ -533,6 +537,9 @@ class Intake:
         unwritten = np.flatnonzero((where.extent[:, shard] < 0) & (where.slot[:, shard] >= 0))
         for i in unwritten.tolist():
             slot = int(where.slot[i, shard])
+            ref = state.ref(int(handles[i]), shard)
+            if pool.find(ref) != slot or pool.ready_parts(ref) != state.layout.all_parts:
+                continue  # in part only
             if pool.slot_info(slot).pins:
                 continue  # on its way
             if self._clean_room(state) < 1:

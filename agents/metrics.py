@@ -20,7 +20,8 @@ _NOT_FOUND = HttpAnswer(404, b"", "text/plain")
 
 
 class StatsCollector(Collector):
-    """Every number in the node's nested statistics, as ``dpurt_path_to_it``; names of spaces, hosts ... become a label.
+    """Every number in the node's nested statistics, as ``dpurt_path_to_it``; names of what is in `LABELLED` become the
+    label `of`, of nested ones the last.
 
     What only grows in a node's life is a counter, and ends in ``_total``.
     """

@@ -116,7 +116,7 @@ class PlacementAgent(Actor[None]):
         self._zones: list[Zone] = []
         self._of_sequence: dict[int, list[Zone]] = {}
         self._events: deque[tuple[Zone | None, Event]] = deque()
-        self._staged: dict[int, trio.Event] = {}  # blocks that placements wait for
+        self._staged: dict[int, trio.lowlevel.ParkingLot] = {}  # blocks that placements wait for
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._past: dict[str, Totals] = {}  # of zones that are closed, by host
@@ -252,9 +252,9 @@ class PlacementAgent(Actor[None]):
         self._queue(zone, Demanded(ref, sequence, "staging"))
 
     def _on_staged(self, ref: int) -> None:
-        waiter = self._staged.pop(ref, None)
-        if waiter is not None:
-            waiter.set()
+        waiting = self._staged.pop(ref, None)
+        if waiting is not None:
+            waiting.unpark_all()
 
     # --- the loop ---
 
@@ -338,9 +338,17 @@ class PlacementAgent(Actor[None]):
             while (lease := self._staging.lease_staged(ref, zone.owner)) is None:
                 if not zone.is_open or self._staging.where(ref) == "gone":
                     return None
-                await self._staged.setdefault(ref, trio.Event()).wait()
+                await self._until_staged(ref)
             return lease
         return None
+
+    async def _until_staged(self, ref: int) -> None:
+        waiting = self._staged.setdefault(ref, trio.lowlevel.ParkingLot())
+        try:
+            await waiting.park()
+        finally:
+            if not waiting and self._staged.get(ref) is waiting:
+                del self._staged[ref]
 
     async def _write(self, zone: Zone, ref: int, lease: Acquired) -> str:
         now = trio.current_time()
@@ -355,7 +363,7 @@ class PlacementAgent(Actor[None]):
         try:
             return await self._fill(zone, ref, zone.state.index.key(block_id), lease, taken)
         finally:
-            zone.slots.failed(ref)  # unless it is placed
+            self._start_emptying(zone, zone.slots.failed(ref))
 
     async def _fill(self, zone: Zone, ref: int, key: bytes, lease: Acquired, taken: Taken) -> str:
         state, num_bytes = zone.state, zone.writer.layout.block_bytes
@@ -386,7 +394,9 @@ class PlacementAgent(Actor[None]):
 
     def _empty(self, zone: Zone, ref: int) -> None:
         """The block is no more: its entry goes, soon, and its slot is free then."""
-        slot = zone.slots.drop(ref)
+        self._start_emptying(zone, zone.slots.drop(ref))
+
+    def _start_emptying(self, zone: Zone, slot: int | None) -> None:
         if slot is not None and self._nursery is not None:
             self._nursery.start_soon(self._emptied, zone, slot)
 

@@ -1,7 +1,9 @@
 """One space at one epoch as the agents see it: identity, index, pool and where its slots lie. Data, not an actor.
 
 Blocks have two names inside a node. The index's *handle* (generation and record id) is per space; a *ref* is node-wide and
-names one shard of one block: ``((handle * num_shards + shard) << 20) | number``, with the number of its `SpaceState`.
+names one shard of one block: ``((handle * num_shards + shard) << 18) | number``, with the number of its `SpaceState`.
+A ref fits 63 bits (policies keep them in arrays, recordings in msgpack): of the handle's generation it has the low bits that
+do, 13 with one shard. So a handle may be kept as long as one likes, a ref only by who hears of its block's drop.
 Staging, storage and prefetch speak refs. A state's number is never reused, so a ref of a retired epoch finds nothing.
 The flash tier keeps for each record its *owner*: a ref without the generation, which fits 63 bits; whether it still owns that
 record is for its extent in the index to say.
@@ -23,7 +25,8 @@ from dpurt.core.record import CRCS_AT, RecordLayout
 from dpurt.core.staging import StagingPool
 from dpurt.fabric.region import MemfdRegion
 
-NUMBER_BITS = 20
+NUMBER_BITS = 18
+MAX_NUMBER = (1 << NUMBER_BITS) - 1
 _NUMBER_MASK = (1 << NUMBER_BITS) - 1
 
 
@@ -79,28 +82,40 @@ class SpaceState:
     retired: bool = False
     num_shards: int = field(init=False)
     part_bytes: list[int] = field(init=False)
+    _handle_mask: int = field(init=False)  # what of a handle is in a ref
 
     def __post_init__(self) -> None:
         self.num_shards = self.space.num_shards
+        self._handle_mask = (1 << (63 - NUMBER_BITS - (self.num_shards - 1).bit_length())) - 1
         self.part_bytes = [group.part_bytes for group in self.space.geometry.groups]
 
     def ref(self, handle: int, shard: int) -> int:
         """The node-wide name of one shard of a block."""
-        return ((handle * self.num_shards + shard) << NUMBER_BITS) | self.number
+        return (((handle & self._handle_mask) * self.num_shards + shard) << NUMBER_BITS) | self.number
 
     def refs(self, handles: Iterable[int], shard: int) -> list[int]:
         """`ref` for many handles (plain ints)."""
         step, first = self.num_shards << NUMBER_BITS, (shard << NUMBER_BITS) + self.number
-        return [handle * step + first for handle in handles]
+        mask = self._handle_mask
+        return [(handle & mask) * step + first for handle in handles]
 
     def handles_of(self, refs: Iterable[int]) -> list[int]:
         """The handles in refs of this state."""
         step = self.num_shards << NUMBER_BITS
-        return [ref // step for ref in refs]
+        return [self._whole(ref // step) for ref in refs]
 
     def unref(self, ref: int) -> tuple[int, int]:
         """(handle, shard) of a ref of this state."""
-        return divmod(ref >> NUMBER_BITS, self.num_shards)
+        masked, shard = divmod(ref >> NUMBER_BITS, self.num_shards)
+        return self._whole(masked), shard
+
+    def _whole(self, masked: int) -> int:
+        """The handle a ref was made of: the row's own, or, if that is another's by now, one that is nobody's."""
+        block_id = masked & 0xFFFFFFFF
+        if block_id >= self.index.table.high_water:  # of no block
+            return masked
+        handle = self.index.table.generation.item(block_id) << 32 | block_id
+        return handle if handle & self._handle_mask == masked else masked
 
     def owner(self, handle: int, shard: int) -> int:
         """The owner of a record: row of the index, shard and number."""

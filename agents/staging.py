@@ -455,13 +455,14 @@ class StagingAgent(Actor[None]):
     def _end_fill(
         self, flight: Flight, status: str, settled: Callable[[], Awaitable[None]] | None, now: float
     ) -> str:
-        """Tell the pool and the index how a flight ended; ``stale`` when its block was dropped meanwhile."""
+        """Tell the pool and the index how a flight ended; ``gone`` when its block was dropped meanwhile."""
         pool = flight.state.slab.pool
         if status == "ok":
             pool.fill_done(flight.slot, flight.parts_mask, now)
-            return "ok" if self._placed(flight.state, flight.ref, flight.slot) else "stale"
+            return "ok" if self._placed(flight.state, flight.ref, flight.slot) else "gone"
         if settled is not None:
             pool.abandon(flight.slot, flight.parts_mask)
+            self._unplaced(flight, now)
             self._settle_later(pool, flight.slot, flight.parts_mask, settled)
         else:
             pool.fill_failed(flight.slot, flight.parts_mask)
@@ -471,9 +472,9 @@ class StagingAgent(Actor[None]):
         """One of those who waited for a flight: a lease, a reason, or another flight for parts this one did not bring."""
         state, gather = flight.state, waiting.gather
         if status != "ok":
-            reported = {"stale": "miss", "expired": "miss", "down": "error", "cancelled": "late"}.get(
-                status, status
-            )
+            reported = {
+                "stale": "miss", "gone": "miss", "expired": "miss", "down": "error", "cancelled": "late"
+            }.get(status, status)  # fmt: skip
             gather.settle(waiting.position, Acquired(reported, reason=f"read: {status}"))
             return
         if state.slab.pool.ready_parts(flight.ref) & waiting.mask == waiting.mask:
@@ -501,7 +502,9 @@ class StagingAgent(Actor[None]):
             again.waiting.append(waiting)
 
     def _placed(self, state: SpaceState, ref: int, slot: int) -> bool:
-        """Tell the index that a slot holds the block. False when the block was dropped meanwhile."""
+        """Tell the index that a slot holds the block. False when the block was dropped meanwhile, or put elsewhere since."""
+        if state.slab.pool.find(ref) != slot:
+            return False
         handle, shard = state.unref(ref)
         block_id = state.block_id(handle)
         if block_id < 0 or state.extent_of(block_id, shard) < 0:
@@ -510,6 +513,17 @@ class StagingAgent(Actor[None]):
         if state.slot_of(block_id, shard) < 0:
             state.index.set_slot(block_id, shard, slot)
         return True
+
+    def _unplaced(self, flight: Flight, now: float) -> None:
+        """A slot is abandoned, with the parts of the block that were there already."""
+        state, (handle, shard) = flight.state, flight.state.unref(flight.ref)
+        block_id = state.block_id(handle)
+        if (
+            block_id >= 0
+            and state.slot_of(block_id, shard) == flight.slot
+            and state.index.clear_slot(block_id, shard)
+        ):
+            self._index.drop(state, block_id, "lost", now, "its slot is still being written by a late read")
 
     def _is_lost(self, ref: int, status: str) -> bool:
         """Will the block never be read again? An unreadable one at the second try: kept, it would ``exist`` for ever."""

@@ -432,7 +432,10 @@ def _answering(what: str, address: tuple[str, int] | Path) -> Finding:
                 probe.connect(str(address))
     except OSError as error:
         return Finding(
-            what, "warn", f"nobody takes connections there: {error}", "start the target: dpurt spdk up"
+            what,
+            "warn",
+            f"nobody takes connections there: {error}",
+            "start a target there (SPDK: dpurt spdk up PROFILE --rpc PATH)",
         )
     return Finding(what, "ok", "takes connections")
 

@@ -36,7 +36,7 @@ from dpurt.agents.recorder import RecorderAgent, Taps
 from dpurt.agents.routing import RoutingAgent
 from dpurt.agents.segment_scan import StoredRecord
 from dpurt.agents.shadow import ShadowAgent, make_shadow
-from dpurt.agents.spaces import Slab, SpaceState
+from dpurt.agents.spaces import MAX_NUMBER, Slab, SpaceState
 from dpurt.agents.staging import StagingAgent
 from dpurt.agents.storage import StorageAgent
 from dpurt.bdev import Bdev, DeviceMemory
@@ -338,6 +338,8 @@ class Node:
         self._observe(event)
 
     def _add_state(self, name: str, epoch: int, slab: Slab) -> SpaceState:
+        if self._numbers > MAX_NUMBER:
+            raise ConfigError(repr(name), f"this node has had {MAX_NUMBER:,} epochs; restart it")
         space = self.config.to_space(name).with_epoch(epoch)
         index = PrefixIndex(space.geometry.block_token_bytes, space.num_shards, IndexFeed())
         named = self.config.space_named(name)
@@ -364,7 +366,7 @@ class Node:
         return WriteBudget(sum(rates), trio.current_time()) if rates else None
 
     def _look_at_wear(self, now: float) -> None:
-        """A drive past its rated life gets only what is used again."""
+        """With a budget: while an SPDK drive is past its rated life, only what is used again is written."""
         if self.storage.budget is not None:
             drives = [h for bdev in self.bdevs if isinstance(bdev, SpdkBdev) for h in bdev.health.values()]
             self.storage.budget.is_worn = any(drive.is_worn for drive in drives)
@@ -453,6 +455,7 @@ class Node:
                 if self._stop.is_set():
                     break
             orphans += not self._adopt(states[record.header.fingerprint], record, used[record.header.key])
+        await self.index.expire(trio.current_time())
         self.rebuilt = {
             "records": len(rebuilt.records) - orphans, "orphans": orphans, "torn": rebuilt.torn,
             "seconds": round(rebuilt.seconds, 3), "bytes_read": rebuilt.bytes_read,
@@ -487,7 +490,8 @@ class Node:
                 ids = state.index.insert_after(header.parent, header.tokens, [header.key], now)
             else:
                 ids = state.index.insert_keys(header.parent, [header.key], now)
-            state.index.set_extent(int(ids[0]), header.shard, record.offset)
+            with self.index.pinned(state, ids):  # one that cannot be placed does not stay
+                state.index.set_extent(int(ids[0]), header.shard, record.offset)
             self.store.rename(record.offset, state.owner(int(ids[0]), header.shard))
         except (KeyError, ValueError):
             self.store.forget(record.offset)

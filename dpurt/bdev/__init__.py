@@ -1,8 +1,9 @@
 """Block devices: the one contract every backend keeps, present and future.
 
-Backends: `memory` (tests), `file` (O_DIRECT on a file or block device), `modelled` (a device profile on a
-virtual clock); SPDK and NVMe-oF ones come beside them. `dpurt.testing.check_bdev` is the contract as a test
-suite; a backend that passes it may be used by the storage agent.
+Backends: `memory` (tests), `file` (O_DIRECT on a file or block device), `modelled` (memory with a device's
+timing), `vhost-user`, `nvme-tcp`, `nvme-rdma`, `spdk` (one of these three, provided over its target's RPC);
+`paced` slows a `file` down. `dpurt.testing.bdev_contract.check_bdev` is the contract as a test suite; a
+backend that passes it may be used by the storage agent.
 
 Buffers are writable (reads) or readable (writes) memoryviews of format ``"B"``, usually slices of the staging
 arena, so a device may DMA straight into a slot. Offsets and lengths are bytes and multiples of

@@ -2,7 +2,7 @@
 
 Operations complete at once, in order. Its memory is taken when it is opened, so that no later write finds the machine
 without, or pays for a first touch. `image` is the device's content; it outlives `aclose`, so a second
-device over the same image is a restart. Faults are injected from outside by `dpurt.testing.FaultyBdev`.
+device over the same image is a restart. Faults are injected from outside by `dpurt.testing.faulty_bdev.FaultyBdev`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     quiet = args.json == "-"
     if not quiet:
         print(_intro(plan, args))
-    with _work_folder(args.dir) as work:
+    with _work_folder(None if args.dir is None else args.dir.resolve()) as work:
         baseline = _play_baseline(plan, args, work, quiet)
         outcomes = _play_all(plan, args, work, quiet)
     report.write_picture(args.picture, plan, outcomes, baseline)

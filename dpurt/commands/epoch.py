@@ -28,5 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, {"space": args.space, "epoch": reply.count})
         return 0
-    print(f"space {args.space}: epoch is now {reply.count}; hosts of the old epoch must say hello again")
+    print(
+        f"space {args.space}: epoch is now {reply.count}; hosts of the old epoch are refused: new weights, a new client"
+    )
     return 0

@@ -28,5 +28,7 @@ def run(args: argparse.Namespace) -> int:
         print(keys.load_pair(args.secret).public)
     else:
         keys.write_secret(args.file, keys.generate_salt())
-        print(f"salt: {args.file} (every node of the tenant needs the same one; hosts never do)")
+        print(
+            f"salt: {args.file} (every node and every host of the tenant needs the same one; it is never sent)"
+        )
     return 0

@@ -151,7 +151,7 @@ class BdevConfig(Table, frozen=True, kw_only=True, tag_field="kind"):
 
     @property
     def kind(self) -> str:
-        """The word in the file: ``"file"``, ``"memory"``, ``"modelled"``."""
+        """The word in the file: ``file``, ``memory``, ``modelled``, ``vhost-user``, ``nvme-tcp``, ``nvme-rdma`` or ``spdk``."""
         return str(self.__struct_config__.tag)
 
     def open_params(self, config: Config) -> dict[str, object]:

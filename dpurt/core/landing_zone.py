@@ -277,10 +277,11 @@ class ZoneSlots:
             self._states[self._slot_of[ref]] = _State.PLACED
             self._unused[ref] = None
 
-    def failed(self, ref: int) -> None:
-        """The block did not arrive; nothing is under way any more."""
-        if self.is_filling(ref):
-            self._leave(ref)
+    def failed(self, ref: int) -> int | None:
+        """The block did not arrive, or nobody can say; nothing is under way any more. The slot whose entry, its own or that of
+        the block before, must be taken away; then say `emptied`. None if it was placed.
+        """
+        return self._to_empty(ref) if self.is_filling(ref) else None
 
     def used(self, ref: int) -> bool:
         """The host took the block. False: it was not placed (any more)."""
@@ -295,15 +296,10 @@ class ZoneSlots:
         """The block no longer exists: the slot whose entry must be taken away, if it was placed; then say `emptied`. One that
         is filling stays until it is answered.
         """
-        slot = self.find(ref)
-        if slot is not None:
-            self._leave(ref)
-            self._free.remove(slot)
-            self._states[slot] = _State.EMPTYING
-        return slot
+        return None if self.find(ref) is None else self._to_empty(ref)
 
     def emptied(self, slot: int) -> None:
-        """A dropped block's entry is gone."""
+        """The entry of a block that was dropped, or did not arrive, is gone."""
         if self._states[slot] is _State.EMPTYING:
             self._states[slot] = _State.FREE
             self._free.append(slot)
@@ -311,6 +307,13 @@ class ZoneSlots:
     def refs(self) -> Sequence[int]:
         """Blocks placed."""
         return [*self._used, *self._unused]
+
+    def _to_empty(self, ref: int) -> int:
+        slot = self._slot_of[ref]
+        self._leave(ref)
+        self._free.remove(slot)
+        self._states[slot] = _State.EMPTYING
+        return slot
 
     def _leave(self, ref: int) -> None:
         slot = self._slot_of.pop(ref)

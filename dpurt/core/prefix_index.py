@@ -266,16 +266,25 @@ class PrefixIndex:
         return self._forget(ids, before, now)
 
     def set_expiry(self, ids: I32, when: float) -> None:
-        """`expire` drops these blocks at `when`, or later."""
-        self.table.expires[ids] = when
+        """`expire` drops these blocks at `when`, or later; what they follow not before, unless it never expires."""
+        expires, parent = self.table.expires, self.table.parent
+        expires[ids] = when
+        for block in set(parent[ids].tolist()) - {-1}:
+            while block >= 0 and expires[block] < when:
+                expires[block] = when
+                block = int(parent[block])
         self._next_expiry = min(self._next_expiry, when)
 
-    def expire(self, now: float) -> Dropped:
-        """Drop all chains that have a block whose time has come, from that block on."""
-        if now < self._next_expiry:
+    def is_due(self, now: float) -> bool:
+        """May a block's time have come?"""
+        return now >= self._next_expiry
+
+    def expire(self, now: float, most: int | None = None) -> Dropped:
+        """Drop all chains that have a block whose time has come, from that block on; of so many such blocks at most."""
+        if not self.is_due(now):
             return self.drop(np.empty(0, np.int32), now)
         expires = self.table.expires
-        due = np.flatnonzero(expires[: self.table.high_water] <= now).astype(np.int32)
+        due = np.flatnonzero(expires[: self.table.high_water] <= now)[:most].astype(np.int32)
         dropped = self.drop(due, now)
         self._next_expiry = float(expires[: self.table.high_water].min(initial=np.inf))
         return dropped

@@ -21,18 +21,15 @@ REASONS = frozenset(
         "expired",
         "checksum",
         "epoch",
-        "lost",
-        "cancelled",
-        "quota",
+        "lost",  # its slot was given up with a read that came too late
         "parent_lost",
-        "admin",
         "deleted",  # by a host
-        # of loads that were refused while the block was there:
+        "error",
+        "stale",
+        # of loads that were refused while the block was there, as are some with an error:
         "late",
         "no_room",
         "miss",
-        "error",
-        "stale",
     }
 )
 MAX_DETAIL = 120

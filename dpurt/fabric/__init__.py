@@ -1,7 +1,7 @@
 """Fabrics: how block bytes move between a node and a GPU host.
 
 Implementations: `memory` (tests), `shm` (same machine: the host maps the arena), `tcp` (anywhere), `verbs` (RDMA).
-`dpurt.testing.check_fabric` is the contract as a test suite.
+`dpurt.testing.fabric_contract.check_fabric` is the contract as a test suite.
 
 Two sides. The **node** side (`Fabric`) owns the arena's regions and decides who may touch what. The **host**
 side (`Endpoint`) pulls leased ranges, stores into reserved ones, and offers *landing* buffers the

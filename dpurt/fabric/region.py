@@ -8,7 +8,7 @@ descriptor re-opened read-only; together with mode 0600 that is a wall between u
 bugs within one.
 
 Huge pages reserved by the machine are taken when there are any; where there are none, `huge_pages_refused`
-says why in words for `doctor`, and the region is put together from transparent ones as far as they can be had
+says why in words, and the region is put together from transparent ones as far as they can be had
 (`collapse_refused`): as good for copies and kernel drivers, but not for a driver that needs the file system's
 page size to be huge (SPDK on PCIe).
 

@@ -31,7 +31,7 @@ from dpurt.core.record import RecordLayout
 from dpurt.core.staging import StagingPool
 from dpurt.fabric.region import MemfdRegion
 from dpurt.testing.node import BLOCK_TOKENS, PART_BYTES
-from dpurt.testing.node_steps import PAYLOAD, RECORD, payload, push_out, tokens
+from dpurt.testing.node_steps import PAYLOAD, RECORD, assert_slots_agree, payload, push_out, tokens
 from dpurt.wire import messages as m
 
 SEGMENT = 8192 + 4 * RECORD  # two header blocks and four records
@@ -179,6 +179,7 @@ class Agents:
         stats = self.pool.stats()
         self.pool.check_integrity()
         self.state.index.check_integrity()
+        assert_slots_agree(self.state)
         assert (stats.filling, stats.leases, stats.pinned, stats.quarantined, stats.doomed) == (0, 0, 0, 0, 0)
         assert (self.intake.num_reserved, self.staging.num_flights, sum(self.intake.dirty.values())) == (
             0,

@@ -13,6 +13,7 @@ from typing import Any
 
 import trio
 
+from dpurt.agents.spaces import SpaceState
 from dpurt.agents.staging import StagingAgent
 from dpurt.bdev import Bdev
 from dpurt.client import Client, LoadedBlock, connect
@@ -158,6 +159,15 @@ def assert_books_balance(node: Node) -> None:
         slab.pool.check_integrity()
     for state in node.index.spaces.values():
         state.index.check_integrity()
+        assert_slots_agree(state)
+
+
+def assert_slots_agree(state: SpaceState) -> None:
+    """A slot the index names holds that block."""
+    for block_id in state.index.table.live().tolist():
+        for shard in range(state.num_shards):
+            slot = state.slot_of(block_id, shard)
+            assert slot < 0 or state.slab.pool.find(state.ref(state.handle(block_id), shard)) == slot
 
 
 class NodeOnFaultyBdev(Node):

@@ -96,7 +96,9 @@ class SpaceClaim(Struct, kw_only=True):
 
 
 class Hello(Request, tag="hello"):
-    """First message of a session. Refused with ``space_mismatch`` (field, mine, theirs), ``unknown_space``, ``protocol``."""
+    """First message of a session. Refused with ``protocol``, ``draining``, ``unknown_host``, ``unauthorised``, ``busy``, ``unknown_space``,
+    ``space_mismatch`` (field, mine, theirs), ``no_fabric``, ``no_memory`` or ``malformed``.
+    """
 
     host: Name
     protocol: int

@@ -77,7 +77,7 @@ async def test_what_flash_did_not_get_is_a_miss_once_dram_needs_its_room(
         await agents.until_written()
         push_out(agents.staging)
         assert len(agents.index.match(agents.state, tokens(*range(6)), None)) == 4
-        reasons = agents.index.explain(agents.state, tokens(*range(6)), None, 0, [])
+        reasons = await agents.index.explain(agents.state, tokens(*range(6)), None, 0, [])
         assert [one.reason for one in reasons] == ["present"] * 4 + ["evicted"] + [reasons[5].reason]
         assert "no copy" in reasons[4].detail
         agents.assert_nothing_held()

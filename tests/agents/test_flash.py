@@ -172,6 +172,26 @@ async def test_a_device_that_comes_back_blank_gets_a_new_store_and_the_old_one_i
     assert [r.header.key for r in rebuilt.records] == [key_of(2)]
 
 
+async def test_a_new_store_on_a_blank_device_that_was_not_finished_is_ours_at_the_next_try(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = device()
+    tier = await tier_on(bdev)
+    await put(tier, 1)
+    bdev.go_away()
+    bdev.come_back(blank=True)
+    bdev.inject(Fault(op="flush", kind="error"))
+    with pytest.raises(BdevError):
+        await put(tier, 2)
+    await trio.sleep(RETRY_S)
+    [new] = await put(tier, 2)
+    await assert_holds(tier, 2, new)
+    bdev.go_away()
+    bdev.come_back(blank=True)
+    [newer] = await put(tier, 3)
+    await assert_holds(tier, 3, newer)
+
+
 async def test_closing_does_not_seal_segments_on_a_device_that_came_back_as_somebody_elses() -> None:
     bdev = device()
     tier = await tier_on(bdev)

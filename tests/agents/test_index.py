@@ -13,8 +13,8 @@ from dpurt.testing.node_steps import push_out, tokens
 from dpurt.wire import messages as m
 
 
-def explain(agents: Agents, *blocks: int) -> list[m.Reason]:
-    return agents.index.explain(agents.state, tokens(*blocks), None, 0, [])
+async def explain(agents: Agents, *blocks: int) -> list[m.Reason]:
+    return await agents.index.explain(agents.state, tokens(*blocks), None, 0, [])
 
 
 async def test_dropping_a_block_frees_slots_and_extents_of_all_below_it() -> None:
@@ -28,10 +28,10 @@ async def test_dropping_a_block_frees_slots_and_extents_of_all_below_it() -> Non
         assert agents.storage.store.stores[0].stats().log.live_records == live - 2
         assert [agents.pool.find(ref) is None for ref in refs] == [False, True, True]
         assert [event.block for event in agents.events if isinstance(event, Dropped)] == refs[1:]
-        assert [reason.reason for reason in explain(agents, 0, 1, 2, 3)] == [
+        assert [reason.reason for reason in (await explain(agents, 0, 1, 2, 3))] == [
             "present", "lost", "parent_lost", "never_stored",
         ]  # fmt: skip
-        assert explain(agents, 0, 1, 2)[2].detail == "its prefix was lost"
+        assert (await explain(agents, 0, 1, 2))[2].detail == "its prefix was lost"
 
 
 async def test_an_eviction_is_a_loss_only_without_a_copy_on_flash() -> None:
@@ -43,8 +43,8 @@ async def test_an_eviction_is_a_loss_only_without_a_copy_on_flash() -> None:
         agents.state.index.clear_extent(second, 0)
         push_out(agents.staging)
         assert len([event for event in agents.events if isinstance(event, Evicted)]) == 2
-        assert [reason.reason for reason in explain(agents, 0, 1)] == ["present", "evicted"]
-        assert explain(agents, 0)[0].detail == "in nvme"
+        assert [reason.reason for reason in (await explain(agents, 0, 1))] == ["present", "evicted"]
+        assert (await explain(agents, 0))[0].detail == "in nvme"
 
 
 async def test_blocks_expire_a_time_to_live_after_their_last_use(
@@ -58,10 +58,23 @@ async def test_blocks_expire_a_time_to_live_after_their_last_use(
         agents.index.touch(agents.state, ids, trio.current_time())
         await trio.sleep(4)
         assert (len(agents.handles(0, 1)), len(agents.handles(5))) == (2, 0)
-        assert explain(agents, 5)[0].reason == "expired"
+        assert (await explain(agents, 5))[0].reason == "expired"
         await trio.sleep(8)
         assert not agents.handles(0, 1)
         agents.assert_nothing_held()
+
+
+async def test_a_prefix_lives_as_long_as_what_was_stored_behind_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with running_agents(MemoryBdev(capacity(8)), ttl_s=10.0) as agents:
+        await agents.store(0)
+        await trio.sleep(8)
+        await agents.store(0, 1, first=1)
+        await trio.sleep(8)
+        assert len(agents.handles(0, 1)) == 2
+        await trio.sleep(4)
+        assert not agents.handles(0, 1)
 
 
 async def test_a_block_that_is_back_has_no_reason_to_be_gone() -> None:
@@ -71,9 +84,9 @@ async def test_a_block_that_is_back_has_no_reason_to_be_gone() -> None:
         agents.index.drop(
             agents.state, agents.state.block_id(agents.handles(0)[0]), "lost", trio.current_time()
         )
-        assert explain(agents, 0)[0].reason == "lost"
+        assert (await explain(agents, 0))[0].reason == "lost"
         await agents.store(0)
-        assert explain(agents, 0)[0].reason == "present"
+        assert (await explain(agents, 0))[0].reason == "present"
 
 
 async def test_a_refused_load_is_told_beside_the_block_that_is_present(
@@ -85,7 +98,7 @@ async def test_a_refused_load_is_told_beside_the_block_that_is_present(
         agents.index.note_refusal(agents.state, handles, 0, "late", "deadline")
         agents.index.note_refusal(agents.state, handles, 7, "late", "beyond what is known")
         await trio.sleep(3)
-        [reason] = explain(agents, 0)
+        [reason] = await explain(agents, 0)
         assert reason.reason == "present"
         assert reason.detail.endswith("3.0 s ago it was refused: late deadline")
 
@@ -97,7 +110,7 @@ async def test_refs_of_a_retired_epoch_find_nothing() -> None:
         agents.index.bury(old, old.index.match(tokens(0)))
         agents.add_epoch(small_space(epoch=1))
         assert agents.staging.where(ref) == "gone"
-        assert [reason.reason for reason in explain(agents, 0, 1)] == ["epoch", "never_stored"]
+        assert [reason.reason for reason in (await explain(agents, 0, 1))] == ["epoch", "never_stored"]
         agents.index.slot_evicted(ref, trio.current_time(), "by a test")
         agents.index.forget_retired(old)
         assert agents.staging.where(ref) == "gone"

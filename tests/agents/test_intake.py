@@ -15,7 +15,8 @@ from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
 from dpurt.core.device_model import DeviceProfile
 from dpurt.testing.agents import Agents, capacity, running_agents, small_space
-from dpurt.testing.node_steps import PAYLOAD, payload, tokens
+from dpurt.testing.faulty_bdev import Fault, FaultyBdev
+from dpurt.testing.node_steps import PAYLOAD, payload, push_out, tokens
 from dpurt.wire import messages as m
 
 SLOW = DeviceProfile(
@@ -401,3 +402,23 @@ async def test_one_commit_of_two_ranks_stores_each_under_its_own() -> None:
             for number, block_id in enumerate(ids.tolist()):
                 slot = agents.state.slot_of(block_id, shard)
                 assert bytes(agents.state.payload(slot)) == payload(10 * shard + number)
+
+
+async def test_a_commit_that_costs_its_own_block_another_shards_only_copy_does_not_say_stored(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = FaultyBdev(MemoryBdev(capacity(8)))
+    async with running_agents(bdev, num_slots=1, num_shards=3) as agents:
+        assert await agents.store(1, shard=1) == ["stored"]
+        await agents.until_written()
+        push_out(agents.staging)
+        bdev.inject(Fault(op="write", kind="error"))
+        assert await agents.store(1, shard=0) == ["stored"]
+        await agents.until_written()
+        assert await agents.store(1, shard=2) == ["no_room"]
+        assert not agents.handles(1)
+        assert agents.index.drops == {"evicted": 1}
+        agents.assert_nothing_held()
+        assert await agents.store(2) == ["stored"]
+        await agents.until_written()
+        agents.assert_nothing_held()

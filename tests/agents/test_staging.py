@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
 
+from dpurt.agents.spaces import MAX_NUMBER, Slab, SpaceState
 from dpurt.agents.staging import Acquired
 from dpurt.bdev.memory import MemoryBdev
 from dpurt.bdev.modelled import ModelledBdev
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.events import Demanded, Evicted, FetchFailed, Staged
-from dpurt.testing.agents import Agents, capacity, running_agents
+from dpurt.core.identity import ROOT_KEY
+from dpurt.core.prefix_index import PrefixIndex
+from dpurt.core.record import RecordLayout
+from dpurt.testing.agents import Agents, capacity, running_agents, small_space
 from dpurt.testing.faulty_bdev import Fault, FaultyBdev
-from dpurt.testing.node_steps import RECORD
+from dpurt.testing.node_steps import RECORD, assert_slots_agree, push_out
 
 READ_S = 0.5
 FLASH = DeviceProfile(
@@ -325,3 +331,95 @@ async def test_a_demand_promotes_the_prefetch_it_meets_and_it_is_then_not_cancel
         await trio.sleep(5)
         failed = [event for event in agents.events if isinstance(event, FetchFailed)]
         assert failed == [FetchFailed(1, "cancelled")]
+
+
+# --- what others do meanwhile ---
+
+
+async def test_a_block_some_parts_of_which_are_staged_is_wholly_unstaged_when_a_late_read_keeps_its_slot(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    bdev = FaultyBdev(MemoryBdev(capacity(8)))
+    async with running_agents(bdev, deadline_s=1.0) as agents:
+        await agents.store_to_flash(1)
+        [first] = await agents.acquire(1, mask=0b0001)
+        agents.staging.release([first.lease], 1)
+        bdev.inject(Fault(op="read", kind="hang"))
+        [late] = await agents.acquire(1, timeout_s=5)
+        assert late.status == "late"
+        assert_slots_agree(agents.state)
+        bdev.resume()
+        [again] = await agents.acquire(1)
+        assert agents.holds(again, 1)
+        assert_slots_agree(agents.state)
+
+
+async def test_a_read_that_comes_home_to_a_block_stored_anew_leaves_that_alone(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """As a commit of another shard keeps the record, the new block has the old one's name."""
+    bdev = FaultyBdev(MemoryBdev(capacity(8)))
+    async with running_agents(bdev, num_shards=2, deadline_s=50.0) as agents:
+        for shard in (0, 1):
+            assert await agents.store(1, shard=shard) == ["stored"]
+            await agents.until_written()
+        push_out(agents.staging)
+        [handle] = agents.handles(1)
+        block_id = agents.state.block_id(handle)
+        bdev.inject(Fault(op="read", kind="hang"))
+        found: list[Acquired] = []
+
+        async def load() -> None:
+            found.extend(await agents.acquire(1))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(load)
+            await trio.testing.wait_all_tasks_blocked()
+            with agents.index.pinned(agents.state, np.array([block_id], np.int32)):
+                agents.index.drop(agents.state, block_id, "deleted", trio.current_time())
+                assert [await agents.store(1, shard=shard) for shard in (0, 1)] == [["stored"]] * 2
+            assert agents.handles(1) == [handle]
+            bdev.resume()
+        assert answers(found) == [("miss", "")]
+        await agents.until_written()
+        [again] = await agents.acquire(1)
+        assert agents.holds(again, 1)
+        agents.staging.end_scope(1, host_may_read=False)
+        agents.assert_nothing_held()
+
+
+@pytest.mark.parametrize(("num_shards", "times"), [(1, 10_000), (8, 1200)])
+def test_a_ref_fits_63_bits_and_leads_back_to_its_block_however_often_its_row_was_used(
+    num_shards: int, times: int
+) -> None:
+    index = PrefixIndex(64, num_shards)
+    space = small_space(num_shards)
+    state = SpaceState(
+        "s", MAX_NUMBER, space, b"f" * 32, RecordLayout.of(space), index, cast(Slab, None), 0.0
+    )  # fmt: skip
+    before = -1
+    for i in range(times):
+        ids = index.insert_after(ROOT_KEY, bytes(64), [(i + 1).to_bytes(16, "big")], 0.0)
+        [handle] = index.handles(ids).tolist()
+        assert int(ids[0]) == 0, "the same row each time"
+        refs = [state.ref(handle, shard) for shard in range(num_shards)]
+        assert refs == [state.refs([handle], shard)[0] for shard in range(num_shards)]
+        assert max(refs) < 1 << 63
+        assert [state.unref(ref) for ref in refs] == [(handle, shard) for shard in range(num_shards)]
+        assert state.handles_of(refs) == [handle] * num_shards
+        if before >= 0:
+            assert state.block_id(state.unref(before)[0]) == -1, "that of the block before is nobody's"
+        before = refs[-1]
+        index.drop(0, 0.0)
+
+
+async def test_a_block_stored_and_deleted_many_times_under_prediction(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with running_agents(MemoryBdev(capacity(8)), num_shards=8, eviction="predicted") as agents:
+        for _ in range(300):
+            for shard in range(8):
+                assert await agents.store(1, shard=shard) == ["stored"]
+            await agents.until_written()
+            agents.index.drop(agents.state, agents.state.block_id(agents.handles(1)[0]), "deleted", 0.0)
+        agents.assert_nothing_held()

@@ -184,8 +184,13 @@ class Book(RuleBasedStateMachine):
 
     @rule(ref=refs)
     def fail(self, ref: int) -> None:
-        self.slots.failed(ref)
+        slot = self.slots.failed(ref)
+        assert (slot is not None) == (ref in self.filling), (
+            "what its entry says is not known: it is taken away"
+        )
         self.filling.discard(ref)
+        if slot is not None:
+            self.emptying.add(slot)
 
     @rule(ref=refs)
     def use(self, ref: int) -> None:

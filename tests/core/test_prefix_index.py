@@ -262,6 +262,11 @@ class IndexMachine(RuleBasedStateMachine):
         chain = self.pick(choice)
         self.index.set_expiry(ids_of(self.block(chain)), self.now + after)
         self.known[chain].expires = self.now + after
+        for stop in range(len(chain) - 1, 1, -1):  # its prefix lasts as long
+            above = self.known[chain[:stop]]
+            if above.expires >= self.now + after:
+                break
+            above.expires = self.now + after
 
     @rule()
     def expire(self) -> None:
@@ -427,6 +432,18 @@ def test_expiry_that_was_put_off_drops_nothing_early() -> None:
     index.set_expiry(ids, 9.0)
     assert len(index.expire(6.0).ids) == 0
     assert len(index.expire(9.0).ids) == 2
+    assert not index.is_due(1e9)
+
+
+def test_what_is_due_may_go_in_pieces() -> None:
+    index = PrefixIndex(4)
+    for i in range(10):
+        index.set_expiry(index.insert_after(ROOT_KEY, bytes([i]) * 4, [bytes([i + 1]) * 16], 0.0), 5.0)
+    counts = []
+    while index.is_due(5.0):
+        counts.append(len(index.expire(5.0, 4).ids))
+    assert counts == [4, 4, 2]
+    assert not len(index)
 
 
 def test_tokens_of_a_block_come_back_unless_it_is_known_by_key() -> None:

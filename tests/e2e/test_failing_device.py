@@ -22,6 +22,7 @@ from dpurt.demo.content import payload_of, tokens_of
 from dpurt.node import Node
 from dpurt.testing.faulty_bdev import Fault, FaultyBdev
 from dpurt.testing.node import BLOCK_TOKENS, FaultyNode, serving, small_config, spaces_of
+from dpurt.testing.node_steps import until
 from dpurt.testing.raw_host import link_of, raw_host, write_reserved
 from dpurt.wire import messages as m
 
@@ -225,9 +226,8 @@ async def test_a_hung_reads_slot_is_quarantined_and_its_late_bytes_reach_no_othe
         await here.store_on_flash(1, 2)
         here.node.faulty.inject(Fault(op="read", kind="hang"))
         assert (await here.load(1, 2, timeout_s=0.2))[0] == "late"
-        await trio.sleep(0.3)
         pool = here.state.slab.pool
-        assert pool.stats().quarantined == 1
+        await until(lambda: pool.stats().quarantined == 1)
         for other in range(100, 180, 4):  # every slot is used again but that one
             assert await here.store(*range(other, other + 4)) == ["stored"] * 4
         assert pool.stats().quarantined == 1

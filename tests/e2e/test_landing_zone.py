@@ -212,3 +212,44 @@ async def test_what_a_host_says_it_took_from_no_zone_counts_nowhere(tmp_path: Pa
         with pytest.raises(RemoteProtocolError, match="shard 7"):
             await client._talk.call(m.Used(request="r", blocks=[0], shard=7), m.Ok)
         assert node.gateway.hosts.by_host["host-a"].landing == 2
+
+
+async def test_a_block_that_does_not_arrive_takes_the_entry_of_the_one_before_with_it(
+    tmp_path: Path, fabric: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the host would find the former block there even when it is no more."""
+    async with node_and_host(tmp_path, fabric) as (node, client):
+        await client.landing_zone("s", 2)
+        await store(client, "w", 1)
+        await store(client, "x", 2)
+        for block in (1, 2):
+            await arrive(client, node, f"r{block}", block)
+            assert sources(await client.load(f"r{block}", 0, buffers(1))) == ["landing"]
+            await client.finish(f"r{block}")
+        await store(client, "y", 3)
+        await until(lambda: ledger(node)["timely"] == 2)
+        push, calls = node.fabric.push, 0
+
+        async def failing_once(*args: Any) -> str:
+            nonlocal calls
+            calls += 1
+            return "busy" if calls == 1 else await push(*args)
+
+        monkeypatch.setattr(node.fabric, "push", failing_once)
+        await client.lookup("s", "q", tokens(3))
+        await until(lambda: ledger(node)["failed"] == 1)
+        await until(lambda: [client.placed("s", tokens(block)) for block in (1, 2, 3)].count(1) == 1)
+        await client.cancel("q")
+        await arrive(client, node, "again", 3)
+
+
+async def test_placements_that_wait_in_vain_leave_nothing(tmp_path: Path, fabric: str):
+    async with node_and_host(tmp_path, fabric, **slots(16)) as (node, client):
+        await client.landing_zone("s", 4)
+        await store(client, "w", *range(8))
+        await client.finish("w")
+        for i in range(20):
+            await empty_staging(node)
+            await client.lookup("s", f"r{i}", tokens(*range(8)))
+            await client.cancel(f"r{i}")
+        await until(lambda: not node.placement._staged)

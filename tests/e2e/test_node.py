@@ -727,6 +727,47 @@ async def test_after_a_restart_blocks_are_as_old_as_their_storing_and_their_segm
             assert sorted(extents[extents >= 0].tolist()) == live
 
 
+async def test_a_restart_after_their_time_finds_no_blocks_and_orphans_of_one_shard_leave_nothing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "flash"
+    timed = small_config(tmp_path / "run", space=[small_space("s", ttl_s=0.3)], **file_bdev(path))
+    with trio.fail_after(30):
+        async with running(timed) as node, host(node, timed) as client:
+            await store(client, "r", 0, 1)
+        await trio.sleep(0.4)
+        async with running(timed) as node, host(node, timed) as client:
+            assert (await client.lookup("s", "q", tokens(0, 1))).matched_blocks == 0
+            assert await reasons(client, 0, 1) == ["expired", "expired"]
+    path.unlink()
+    ranks = small_config(tmp_path / "run", space=[small_space("s", tp_size=2)], **file_bdev(path))
+    with trio.fail_after(30):
+        async with running(ranks) as node, host(node, ranks) as client:
+            for shard in (0, 1):
+                assert (
+                    await client.store("s", f"r{shard}", tokens(0, 1), 0, payloads(0, 1), shard=shard)
+                    == ["stored"] * 2
+                )
+            await written(node)
+        image = bytearray(path.read_bytes())
+        first_of_shard_1 = bytes([1, 0, 0, 0, 0, 0, 0, 0])  # shard and position, see `dpurt.core.record`
+        torn = [
+            at
+            for at in range(0, len(image), 4096)
+            if image[at : at + 8] == b"dpurtREC" and image[at + 24 : at + 32] == first_of_shard_1
+        ]
+        for at in torn:
+            image[at : at + 4096] = bytes(4096)
+        path.write_bytes(image)
+        assert len(torn) == 1
+        async with running(ranks) as node, host(node, ranks) as client:
+            index = node.index.spaces["s"].index
+            table = index.table
+            copies = (table.where[table.live()] >= 0).any(axis=1)
+            assert copies.all(), "a record that is nowhere is forgotten"
+            assert node.rebuilt["orphans"] == 1
+
+
 async def test_a_node_told_to_stop_before_it_is_up_serves_nobody_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -846,8 +887,9 @@ async def test_ending_a_request_ends_its_prefetches(tmp_path: Path, faulty: None
         device_of(node).clear()
         device_of(node).resume()
         await until(lambda: node.staging.num_flights == 0)
-        assert node.prefetch.core is not None
-        assert node.prefetch.core.arbiter.held_bytes == 0
+        core = node.prefetch.core
+        assert core is not None
+        await until(lambda: core.arbiter.held_bytes == 0)
 
 
 async def test_a_demand_waits_for_the_prefetch_under_way_and_reads_nothing_twice(tmp_path: Path) -> None:
