@@ -269,7 +269,9 @@ class PrefixIndex:
         """`expire` drops these blocks at `when`, or later; what they follow not before, unless it never expires."""
         expires, parent = self.table.expires, self.table.parent
         expires[ids] = when
-        for block in set(parent[ids].tolist()) - {-1}:
+        above = parent[ids]
+        above = above[above >= 0]
+        for block in above[expires[above] < when].tolist():
             while block >= 0 and expires[block] < when:
                 expires[block] = when
                 block = int(parent[block])

@@ -13,6 +13,7 @@ from typing import TypeVar
 from dpurt.core.device_model import DeviceProfile
 from dpurt.core.device_profiles import DEVICES
 from dpurt.core.kv_models import KV_MODELS, PRECISIONS
+from dpurt.errors import ConfigError
 from dpurt.json_output import add_json_argument
 from dpurt.replay.engine import Scenario
 from dpurt.replay.formats import FORMATS, Reading
@@ -20,7 +21,16 @@ from dpurt.replay.measured_device import device_named
 from dpurt.replay.policies import POLICIES
 from dpurt.replay.trace import Trace
 
-__all__ = ["add_arguments", "byte_rate", "positive", "reading_of", "scenarios_of", "share", "tokens"]
+__all__ = [
+    "add_arguments",
+    "byte_rate",
+    "is_given",
+    "positive",
+    "reading_of",
+    "scenarios_of",
+    "share",
+    "tokens",
+]
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
@@ -76,6 +86,14 @@ def tokens(text: str) -> int:
 
 class _Default(list[T]):
     """What holds unless it is given, or the trace says otherwise (a recording knows its node)."""
+
+
+DEFAULT_MODEL, DEFAULT_PRECISION = "llama-3-70b", "fp8"
+
+
+def is_given(value: object) -> bool:
+    """Is this what the caller said, not what holds otherwise?"""
+    return value is not None and not isinstance(value, _Default)
 
 
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -144,16 +162,13 @@ def _add_scenario(parser: argparse.ArgumentParser) -> None:
         "the router's hint precedes the engine's start by",
     )
     _sweepable(group, "--seed", int, base.seed, "S", "of the device's jitter")
+    group.add_argument("--model", choices=sorted(KV_MODELS), help=f"(default: {DEFAULT_MODEL})")
     group.add_argument(
-        "--model", choices=sorted(KV_MODELS), default="llama-3-70b", help="(default: %(default)s)"
-    )
-    group.add_argument(
-        "--precision", choices=sorted(PRECISIONS), default="fp8", help="of the KV (default: %(default)s)"
+        "--precision", choices=sorted(PRECISIONS), help=f"of the KV (default: {DEFAULT_PRECISION})"
     )
     group.add_argument(
         "--warmup",
         type=_warmup,
-        default=0.0,
         metavar="F",
         help="share of the requests not counted (default: 0)",
     )
@@ -208,12 +223,12 @@ def scenarios_of(args: argparse.Namespace, trace: Trace, recorded: Scenario | No
     """All combinations of what the arguments list. `recorded`: what holds where they are silent."""
     if recorded is not None:
         return _from_recorded(args, recorded)
-    per_token = KV_MODELS[args.model].at_precision(args.precision).bytes_per_token
+    model = KV_MODELS[args.model or DEFAULT_MODEL].at_precision(args.precision or DEFAULT_PRECISION)
     base = replace(
         Scenario(),
         block_tokens=trace.block_tokens,
-        block_bytes=round(per_token * trace.block_tokens),
-        warmup_share=args.warmup,
+        block_bytes=round(model.bytes_per_token * trace.block_tokens),
+        warmup_share=args.warmup or 0.0,
     )
     lookaheads = args.lookahead or [base.lookahead_blocks]
     return [
@@ -235,6 +250,12 @@ def scenarios_of(args: argparse.Namespace, trace: Trace, recorded: Scenario | No
 
 def _from_recorded(args: argparse.Namespace, recorded: Scenario) -> list[Scenario]:
     """A recorded node, with what was asked for changed. `--bandwidth` alone is another rate of its device."""
+    for name in ("model", "precision", "hint_lead"):
+        if is_given(getattr(args, name)):
+            raise ConfigError(
+                "--" + name.replace("_", "-"),
+                "a recording has its own: blocks of known bytes, hints as they came",
+            )
     devices = [recorded.device]
     if not isinstance(args.device, _Default):
         devices = _devices(args.device, args.bandwidth)
@@ -248,7 +269,7 @@ def _from_recorded(args: argparse.Namespace, recorded: Scenario) -> list[Scenari
     return [
         replace(
             recorded, staging_share=staging, device=device, lookahead_blocks=lookahead, prefetch_queue_depth=budget,
-            seed=seed, warmup_share=args.warmup,
+            seed=seed, warmup_share=args.warmup or 0.0,
         )
         for device in devices
         for staging, lookahead, budget, seed in product(stagings, lookaheads, budgets, args.seed)

@@ -14,12 +14,17 @@ from typing import Any
 from dpurt.errors import ConfigError
 from dpurt.json_output import write_json
 from dpurt.progress import Progress
+from dpurt.replay.arguments import is_given
 from dpurt.replay.attention import POLICIES, run_attention
 
 __all__ = ["is_attention", "run"]
 
 DEFAULT_POLICIES = ("lru", "ewma", "dpurt_no_hints", "hint", "dpurt", "oracle")
 DEFAULT_LOOKAHEAD = 1
+_OF_REQUESTS = (
+    "html", "resume", "device", "bandwidth", "hint_lead", "model", "precision", "warmup", "rechain", "block_tokens", "arrivals",
+    "sessions",
+)  # fmt: skip
 
 
 def is_attention(path: Path) -> bool:
@@ -29,8 +34,9 @@ def is_attention(path: Path) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and report. ConfigError for a bad trace, policy or argument."""
-    for option, given in (("--html", args.html), ("--resume", args.resume)):
-        if given is not None:
+    for name in _OF_REQUESTS:
+        if is_given(getattr(args, name)):
+            option = "--" + name.replace("_", "-")
             raise ConfigError(option, "is for request traces; an attention trace has a table or --json")
     names = _policies(args.policy)
     rows: list[dict[str, Any]] = []

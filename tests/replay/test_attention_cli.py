@@ -57,6 +57,11 @@ def test_json_has_one_object_a_policy_and_ours_lies_between_lru_and_the_oracle(
         (["--lookahead", "31"], "at most"),
         (["--html", "x.html"], "is for request traces"),
         (["--resume", "x"], "is for request traces"),
+        (["--device", "tlc-pcie5"], "--device: is for request traces"),
+        (["--bandwidth", "14G"], "--bandwidth: is for request traces"),
+        (["--model", "llama-3-70b"], "--model: is for request traces"),
+        (["--warmup", "0.1"], "--warmup: is for request traces"),
+        (["--block-tokens", "64"], "--block-tokens: is for request traces"),
     ],
 )
 def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

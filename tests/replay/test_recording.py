@@ -134,6 +134,14 @@ def test_replay_models_the_recorded_node_and_arguments_change_it(
     assert '"lookahead_blocks": 8' in other
 
 
+@pytest.mark.parametrize("option", [["--model", "llama-3-70b"], ["--precision", "fp8"], ["--hint-lead", "1"]])
+def test_what_a_recording_knows_itself_cannot_be_said_otherwise(
+    tmp_path: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["replay", str(write(tmp_path / "r")), *option]) == 2
+    assert f"{option[0]}: a recording has its own" in capsys.readouterr().err
+
+
 def test_figures_are_of_all_references_of_the_prompts(tmp_path: Path) -> None:
     recorded = figures_of(read_recording(write(tmp_path / "r")))
     assert (recorded.references, recorded.staging, recorded.in_flight, recorded.recomputed) == (5, 1, 1, 3)
