@@ -322,9 +322,13 @@ class IndexAgent(Actor[None]):
     ) -> None:
         if not len(dropped.ids):
             return
-        for block_id, key in zip(dropped.ids.tolist(), dropped.key_list(), strict=True):
-            why = reason if first in (-1, block_id) else "parent_lost"
-            self.tombstones.put(key, why, now, detail if why == reason else f"its prefix was {reason}")
+        keys, below = dropped.key_list(), []
+        if first >= 0:
+            is_first = dropped.ids == first
+            below = [key for key, is_it in zip(keys, is_first.tolist(), strict=True) if not is_it]
+            keys = [keys[int(is_first.argmax())]] if is_first.any() else []
+        self.tombstones.put_many(keys, reason, now, detail)
+        self.tombstones.put_many(below, "parent_lost", now, f"its prefix was {reason}")
         self.drops[reason] = self.drops.get(reason, 0) + len(dropped.ids)
         for notify in self.on_dropped:
             notify(state, dropped, reason)

@@ -553,12 +553,13 @@ class StagingAgent(Actor[None]):
 
     def let_go(self, state: SpaceState, handles: NDArray[np.int64], extents: NDArray[np.int64]) -> None:
         """Of blocks that are no more: their slots and extents are free, and the predictors hear of each."""
-        for handle in handles.tolist():
-            for shard in range(state.num_shards):
-                ref = state.ref(handle, shard)
-                state.slab.pool.drop(ref)
-                self._unreadable.discard(ref)
-                self.observe(BlockDropped(ref))
+        drop, observe = state.slab.pool.drop, self.observe
+        for shard in range(state.num_shards):
+            refs = state.refs(handles.tolist(), shard)
+            self._unreadable.difference_update(refs)
+            for ref in refs:
+                drop(ref)
+                observe(BlockDropped(ref))
         for extent in extents[extents >= 0].tolist():
             self._storage.store.forget(extent)
 

@@ -11,6 +11,7 @@ the block is back (`discard`).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 REASONS = frozenset(
@@ -57,12 +58,18 @@ class Tombstones:
 
     def put(self, key: bytes, reason: str, now: float, detail: str = "") -> None:
         """Remember a loss. ValueError for a reason that is not in `REASONS`: they are counted and shown by name."""
+        self.put_many([key], reason, now, detail)
+
+    def put_many(self, keys: Iterable[bytes], reason: str, now: float, detail: str = "") -> None:
+        """`put` for blocks lost alike."""
         if reason not in REASONS:
             raise ValueError(f"unknown reason {reason!r}, expected one of {', '.join(sorted(REASONS))}")
-        self._by_key.pop(key, None)
-        if len(self._by_key) == self.capacity:
-            self._by_key.popitem(last=False)
-        self._by_key[key] = Tombstone(reason, now, detail[:MAX_DETAIL])
+        stone, by_key = Tombstone(reason, now, detail[:MAX_DETAIL]), self._by_key
+        for key in keys:
+            by_key.pop(key, None)
+            by_key[key] = stone
+            if len(by_key) > self.capacity:
+                by_key.popitem(last=False)
 
     def get(self, key: bytes) -> Tombstone | None:
         """The last loss of `key`, or None when it never died or that is too long ago. Mutates nothing."""
