@@ -24,7 +24,7 @@ from dpurt.engines import KINDS
 from dpurt.engines.publisher import Ask, Publisher
 from dpurt.engines.residency import Engine, Residency
 from dpurt.engines.sources import Source
-from dpurt.errors import NodeUnavailable, RemoteProtocolError
+from dpurt.errors import ConfigError, NodeUnavailable, RemoteProtocolError
 from dpurt.runtime.actor import Actor
 from dpurt.transport import SocketOptions, ZmqSocket, http, open_context
 
@@ -121,10 +121,17 @@ class EnginesAgent(Actor[None]):
     # --- finding ranks ---
 
     async def _follow_engine(self, engine: EngineConfig) -> None:
-        sources = await self._sources(engine)
-        async with trio.open_nursery() as nursery:
-            for source in sources:
-                nursery.start_soon(self._follow_rank, self._rank(engine, source, len(sources)))
+        while True:
+            sources = await self._sources(engine)
+            try:
+                async with trio.open_nursery() as nursery:
+                    for source in sources:
+                        nursery.start_soon(self._follow_rank, self._rank(engine, source, len(sources)))
+            except* ConfigError as failed:  # an endpoint that cannot be had, of this engine only
+                why = "; ".join(map(str, failed.exceptions))
+                log.warning("engine_not_followed", engine=engine.name, why=why)
+                self.unfound[engine.name] = why
+            await trio.sleep(PAUSES_S[-1])
 
     async def _sources(self, engine: EngineConfig) -> list[Source]:
         if engine.discovery is None:

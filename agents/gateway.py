@@ -237,7 +237,19 @@ class GatewayAgent(Actor[None]):
     def _send(self, routing_id: bytes, reply: m.Reply) -> None:
         assert self._socket is not None
         try:
-            if not self._socket.try_send([routing_id, m.encode(reply)]):
+            frame = m.encode(reply)
+        except (
+            OverflowError,
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as error:  # of one answer, not of all hosts
+            log.error("answer_not_sent", kind=type(reply).__name__, error=str(error))
+            frame = m.encode(
+                m.ErrorReply(id=reply.id, code="internal", message="the answer cannot be encoded")
+            )
+        try:
+            if not self._socket.try_send([routing_id, frame]):
                 self.hosts.end_session(routing_id, "slow_reader")
         except trio.BrokenResourceError:
             self.hosts.end_session(routing_id, "disconnected")

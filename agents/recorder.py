@@ -47,6 +47,7 @@ class Recording:
     tape: Tape
     is_fresh: bool
     num_bytes: int = 0
+    is_ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,11 @@ class RecorderAgent(Actor[None]):
     async def stop(self, why: r.Why) -> Recording:
         """End in good order: everything noted so far is in the file when this returns. ConfigError without a recording."""
         recording = self.recording
-        if recording is None:
-            raise ConfigError("record", "no recording is under way")
+        if recording is None or recording.is_ending:
+            raise ConfigError(
+                "record", "no recording is under way" if recording is None else "it is ending already"
+            )
+        recording.is_ending = True
         self._take_tape()
         core = self._taps.prefetch.core
         recording.tape.end(why, None if core is None else r.outcomes(core.ledger.totals()))

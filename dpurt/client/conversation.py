@@ -46,6 +46,7 @@ T = TypeVar("T", bound=m.Reply)
 MAX_REPLY_BYTES = 16 << 20
 KEEP_BYTES = 256 << 20
 MAX_BROKEN_LINKS = 2
+SILENT_S = 1.0  # nothing heard for so long is silence, however little time a call had
 AVOID_S = 60.0
 BACKOFF_S = (0.05, 0.2, 0.5, 1.0)
 _WAY_BACK = 0.1  # share of a call's budget kept for the answer's way, at most
@@ -81,7 +82,8 @@ class Terms:
 class Conversation:
     """See above. Its three loops, `read`, `keep_alive` and `keep_memories`, run beside the calls until cancelled.
 
-    `prepare` is called on each new session before it counts; `give_back` gets the answer to a load that nobody waits for any more.
+    `prepare` is called on each new session before it counts; `give_back` gets the answer to a load that nobody waits for any more;
+    `lost` hears of the end of a session before its memory goes.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Conversation:
         terms: Terms,
         prepare: Callable[[Session, float], Awaitable[None]],
         give_back: Callable[[m.LoadReply], Awaitable[None]],
+        lost: Callable[[], None],
     ) -> None:
         self.endpoint = endpoint
         self.terms = terms
@@ -100,6 +103,7 @@ class Conversation:
         self._socket = socket
         self._prepare = prepare
         self._give_back = give_back
+        self._lost = lost
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[trio.Event, list[m.AnyReply]]] = {}
         self._opened = trio.Event()  # a session was
@@ -164,7 +168,13 @@ class Conversation:
                 raise
             try:
                 session = Session(reply, await self._open_link(reply, len(left), deadline))
-                await self._prepare(session, deadline)
+                try:
+                    await self._prepare(session, deadline)
+                except BaseException:
+                    self._lost()
+                    with trio.CancelScope(shield=True):
+                        await session.endpoint.aclose()
+                    raise
                 return session
             except (NodeUnavailable, FabricError, OSError, RemoteProtocolError) as error:
                 failure = error
@@ -194,6 +204,7 @@ class Conversation:
     async def lose(self, session: Session | None) -> None:
         if session is not None and self.current is session:
             self.current = None
+            self._lost()
             await session.endpoint.aclose()
 
     async def close(self) -> None:
@@ -267,11 +278,15 @@ class Conversation:
         request.id = next(self._ids)
         node_s = budget - min(_WAY_BACK * budget, _WAY_BACK_S)
         request.deadline_ms = max(1, min(int(node_s * 1000), 3_600_000))
+        message = m.encode(request)
+        if self.current is not None and len(message) > (most := self.current.reply.max_message_bytes):
+            problem = f"a request of {len(message):,} bytes; this node takes {most:,} (max_message_bytes)"
+            raise RemoteProtocolError("too_large", problem)
         event, box = trio.Event(), list[m.AnyReply]()
         self._waiting[request.id] = event, box
         try:
             with trio.move_on_at(deadline):
-                await self._socket.send([m.encode(request)])
+                await self._socket.send([message])
                 await event.wait()
         finally:
             del self._waiting[request.id]
@@ -306,7 +321,8 @@ class Conversation:
             await self.lose(session)
             raise NodeUnavailable(self.endpoint, f"session lost ({error.code})") from error
         except DeadlineExceeded:
-            if self._heard_at < began:  # the node is silent, not only slow with this
+            is_silent = self._heard_at < began and trio.current_time() - began >= SILENT_S
+            if is_silent:  # the node, not only slow with this
                 await self.lose(session)
             raise
 
@@ -325,6 +341,10 @@ class Conversation:
         except RemoteAccessError as error:  # a lease or reservation ended: its scope did, or its time was up
             raise RemoteProtocolError("access", str(error)) from error
         except FabricError as error:
+            if (
+                error.status == "timed_out" and kind != "verbs"
+            ):  # late, not broken; there a late READ must be ended
+                raise DeadlineExceeded(error.stage, deadline - began) from error
             self._note_broken(kind, str(error))
             await self.lose(session)
             if error.status == "timed_out":

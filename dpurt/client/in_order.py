@@ -45,9 +45,10 @@ class InOrder(Generic[Q, A]):
         number = self._taken
         await self._start_up_to(number + 1 + self._ahead)
         await self._ended[number].wait()
-        answer = self._answers.pop(number)
+        answer = self._answers[number]
         if isinstance(answer, Exception):
             raise answer
+        del self._answers[number]
         self._taken += 1
         await self._start_up_to(self._taken + self._ahead)
         return self._requests[number], answer

@@ -10,7 +10,7 @@ not check is reported ``checksum`` and its buffer's content must not be used.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import trio
@@ -21,7 +21,7 @@ from dpurt.client.in_order import InOrder
 from dpurt.client.mirror import IndexMirror
 from dpurt.client.zones import Prompt, Zones
 from dpurt.core.identity import Space
-from dpurt.core.landing_zone import ZoneLayout
+from dpurt.core.landing_zone import MAX_SLOTS, ZoneLayout
 from dpurt.core.rails import LaneState
 from dpurt.errors import (
     DeadlineExceeded,
@@ -108,8 +108,10 @@ class Client:
     def __init__(self, socket: ZmqSocket, endpoint: str, terms: Terms) -> None:
         self.endpoint = endpoint
         self._spaces = terms.spaces
-        self._talk = Conversation(socket, endpoint, terms, self._renew_zones, self._release)
         self._zones = Zones()
+        self._talk = Conversation(
+            socket, endpoint, terms, self._renew_zones, self._release, self._zones.clear
+        )
         self.checksum_errors = 0
         self.bytes_pulled = 0
         self.bytes_stored = 0
@@ -141,34 +143,40 @@ class Client:
     # --- landing zones ---
 
     async def _renew_zones(self, session: Session, deadline: float) -> None:
-        self._zones.clear()  # the last session's went with its link
-        await self._offer_zones(session, deadline)
+        for wish in self._zones.missing():
+            with suppress(RemoteProtocolError, OSError):  # a session without it is better than none
+                await self._offer_zone(session, *wish, deadline)
 
-    async def _offer_zones(self, session: Session, deadline: float) -> None:
-        """Those that are wished for and not there."""
-        for space, shard, slots in self._zones.missing():
-            geometry = self._spaces[space].geometry
-            layout = ZoneLayout(slots, tuple(group.part_bytes for group in geometry.groups))
-            region = session.endpoint.landing(layout.size)
-            offer = m.Zone(space=space, region=region.region_id, slots=slots, shard=shard)
-            count = (await self._talk.exchange(offer, m.Ok, deadline)).count
-            if count:
-                self._zones.open(space, shard, region.view, ZoneLayout(count, layout.part_bytes))
+    async def _offer_zone(
+        self, session: Session, space: str, shard: int, slots: int, deadline: float
+    ) -> None:
+        geometry = self._spaces[space].geometry
+        layout = ZoneLayout(slots, tuple(group.part_bytes for group in geometry.groups))
+        region = session.endpoint.landing(layout.size)
+        offer = m.Zone(space=space, region=region.region_id, slots=slots, shard=shard)
+        count = (await self._talk.exchange(offer, m.Ok, deadline)).count
+        if count:
+            self._zones.open(space, shard, region.view, ZoneLayout(count, layout.part_bytes))
 
     async def landing_zone(
         self, space: str, slots: int, *, shard: int = 0, timeout_s: float | None = None
     ) -> bool:
         """Have the node put up to `slots` blocks of a space here before they are asked for, in this session and later ones.
 
-        False: it places none (``[placement] enabled = false``)."""
+        False: it places none (``[placement] enabled = false``). ValueError for a number of slots no zone can have.
+        """
         deadline = self._talk.deadline(timeout_s)
         if space not in self._spaces:
             raise ValueError(f"no space {space!r} was given to connect")
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(f"a landing zone has 1 to {MAX_SLOTS:,} slots, not {slots:,}")
+        session = await self._talk.ensure(deadline)
         self._zones.wish(space, shard, slots)
-        if self._talk.current is None:
-            await self._talk.ensure(deadline)
-        else:
-            await self._offer_zones(self._talk.current, deadline)
+        try:
+            await self._offer_zone(session, space, shard, slots, deadline)
+        except BaseException:
+            self._zones.unwish(space, shard)
+            raise
         return self._zones.has(space, shard)
 
     def placed(self, space: str, tokens: bytes | memoryview, *, shard: int = 0) -> int:
@@ -416,7 +424,8 @@ class Client:
         shard: int = 0,
         timeout_s: float | None = None,
     ) -> list[LoadedBlock]:
-        """As `load`, but the node writes into `landing` (made by `landing()`), one offset a block.
+        """As `load`, but the node writes into `landing` (made by `landing()`), one offset a block. After a call that was
+        cancelled it may still do so until `timeout_s` from its beginning: use these places for nothing else until then.
 
         NodeUnavailable also when the session that owned the landing region was lost: make a new one.
         """

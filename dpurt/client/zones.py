@@ -61,6 +61,10 @@ class Zones:
         self.wishes = [w for w in self.wishes if w[:2] != (space, shard)] + [(space, shard, slots)]
         self._readers.pop((space, shard), None)
 
+    def unwish(self, space: str, shard: int) -> None:
+        """It cannot be had."""
+        self.wishes = [w for w in self.wishes if w[:2] != (space, shard)]
+
     def missing(self) -> list[tuple[str, int, int]]:
         """What is wished for and not open."""
         return [wish for wish in self.wishes if wish[:2] not in self._readers]
@@ -109,6 +113,8 @@ class Zones:
         if prompt is None or reader is None or prompt.shard != shard:
             return {}
         start, stop = parts or (0, len(reader.layout.part_bytes))
+        if not 0 <= start < stop <= len(reader.layout.part_bytes):
+            return {}  # as above
         length = sum(reader.layout.part_bytes[start:stop])
         found = {}
         for i, buffer in enumerate(into):

@@ -30,7 +30,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Text = Annotated[str, Meta(min_length=1)]
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Seconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Micros = Annotated[float, Meta(ge=0)]
 FabricKind = Literal["shm", "verbs", "tcp"]
 Predictor = Literal[
@@ -589,6 +589,8 @@ class EngineConfig(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if bool(self.events) == (self.discovery is not None):
             raise ValueError("give either events, an endpoint a rank, or discovery")
+        if self.discovery is not None and (self.bind or self.topic):
+            raise ValueError("bind and topic are for events; with discovery the engine says where to connect")
         if self.replay and len(self.replay) != len(self.events):
             raise ValueError(f"{len(self.replay)} replay endpoints for {len(self.events)} ranks")
         for endpoint in (*self.events, *self.replay):

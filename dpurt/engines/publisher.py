@@ -33,6 +33,7 @@ from dpurt.engines.residency import Residency
 MAX_HELD = 4096  # live messages held back during a replay
 MAX_TRIES = 3
 PROBE_S = 5.0
+MAX_LOST = 1 << 53
 SILENT_S = 30.0
 _REMEMBERED = 1024  # stamps of past messages
 
@@ -334,7 +335,8 @@ class Publisher:
     def _surrender(self, found: int | None = None) -> None:
         """Something before `found` is lost for good, and with it the right to say that anything is still there."""
         first = self._held[0].seq if found is None and self._held else found
-        self.stats.lost += max((first or 0) - (self._next or 0), 1)
+        lost = max((first or 0) - (self._next or 0), 1)
+        self.stats.lost = min(self.stats.lost + lost, MAX_LOST)  # an engine's numbers may be anything
         self._forget()
 
     def _forget(self) -> None:

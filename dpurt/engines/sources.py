@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -9,6 +10,9 @@ from urllib.parse import urlsplit
 from dpurt.errors import RemoteProtocolError
 
 MAX_RANKS = 1024  # of one engine
+MAX_BLOCK_TOKENS = 1 << 16
+MAX_PATH_BYTES = 107  # of a Unix socket
+_HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 _ANY = frozenset({"*", "0" + ".0.0.0", "[::]", "::", ""})  # an address to listen on, not to go to
 
 
@@ -36,6 +40,8 @@ def checked(found: Iterable[Source]) -> list[Source]:
     if len(sources) > MAX_RANKS:
         raise RemoteProtocolError("malformed", f"{len(sources)} ranks are more than {MAX_RANKS}")
     for source in sources:
+        if source.block_tokens is not None and not 0 < source.block_tokens <= MAX_BLOCK_TOKENS:
+            raise RemoteProtocolError("malformed", f"blocks of {source.block_tokens} tokens")
         for endpoint in (source.events, source.replay):
             if endpoint is not None and not _is_endpoint(endpoint):
                 raise RemoteProtocolError("malformed", f"{endpoint!r} is no endpoint to connect to")
@@ -45,6 +51,9 @@ def checked(found: Iterable[Source]) -> list[Source]:
 def _is_endpoint(endpoint: str) -> bool:
     url = urlsplit(endpoint)
     try:
-        return url.scheme == "ipc" or (url.scheme == "tcp" and bool(url.hostname) and bool(url.port))
+        if url.scheme == "ipc":
+            return 0 < len(endpoint.encode()) - len("ipc://") <= MAX_PATH_BYTES
+        is_whole = bool(_HOST.fullmatch(url.hostname or "")) and bool(url.port)
+        return url.scheme == "tcp" and is_whole and not (url.path or url.query or url.fragment)
     except ValueError:
         return False

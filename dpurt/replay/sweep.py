@@ -34,7 +34,8 @@ from dpurt.replay.worker import Answer, Run, Task, every
 __all__ = ["Journal", "WORTH_A_PROCESS", "sweep"]
 
 WORTH_A_PROCESS = 300_000  # block references to replay, below which starting processes takes longer
-_CODE = ("core", "replay")
+_CODE = ("core/*.py", "replay/*.py", "priors/*", "wire/recording.py")  # what results depend on
+_FIRST = b'{"key":"'  # what an entry begins with
 _ANSWERS = msgspec.json.Decoder(Answer)
 
 
@@ -84,6 +85,8 @@ class Journal:
         """What is in the file, and how many bytes of it are whole lines."""
         text = self._path.read_bytes() if self._path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]
+        if text and not whole and not _FIRST.startswith(text[: len(_FIRST)]):
+            raise ConfigError(str(self._path), "expected a journal of finished runs; name a new file")
         known = {}
         for number, line in enumerate(whole.splitlines(), 1):
             try:
@@ -100,7 +103,7 @@ def _read_beside(reading: Reading) -> list[Path]:
 
 def _sources() -> list[Path]:
     package = Path(__file__).parent.parent
-    return [path for part in _CODE for path in sorted((package / part).glob("*.py"))]
+    return [path for part in _CODE for path in sorted(package.glob(part)) if path.is_file()]
 
 
 def _digest(*parts: bytes) -> str:

@@ -164,3 +164,21 @@ async def test_a_restarted_agent_goes_on_with_what_it_knew(tmp_path: Path) -> No
                     nursery.cancel_scope.cancel()
             engine.make(stored(2, 2, 2, 2))
     assert holders(agent, 1, 1, 1, 1) == ["e"]
+
+
+async def test_an_engine_with_an_endpoint_that_cannot_be_had_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines, "PAUSES_S", (0.05,))
+    engine = FakeEngine(tmp_path)
+    bad = config(name="bad", events=["tcp://a$b:5557"])
+    agent = EnginesAgent((bad, config(events=[engine.events], replay=[engine.replay])), SHAPES)
+    async with engine.running():
+        with trio.fail_after(5), structlog.testing.capture_logs() as logs:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(agent.run)
+                engine.make(stored(1, 1, 1, 1))
+                await until_held(agent, 1, 1, 1, 1)
+                assert list(agent.unfound) == ["bad"]
+                nursery.cancel_scope.cancel()
+    assert "engine_not_followed" in [entry["event"] for entry in logs]

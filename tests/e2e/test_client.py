@@ -38,6 +38,7 @@ from dpurt.testing.node_steps import (
     empty_staging,
     host,
     load,
+    node_and_host,
     payload,
     payloads,
     statuses,
@@ -697,3 +698,69 @@ async def test_numpy_arrays_are_tokens_payloads_and_buffers(tmp_path: Path) -> N
         for bad in (np.zeros((2, PAYLOAD // 2), np.uint8)[:, ::2], None, 7):
             with pytest.raises(ValueError, match="buffer"):
                 await client.load("q", 0, [bad])
+
+
+# --- one call does not cost the others their session ---
+
+
+async def test_a_call_with_no_time_left_ends_no_session(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", 0, 1)
+        before = (await client.session(trio.current_time() + 5)).session
+        for _ in range(20):
+            with pytest.raises(DeadlineExceeded):
+                await client.lookup("s", "late", tokens(0), timeout_s=-1.0)
+        into = buffers(1)
+        with pytest.raises((DeadlineExceeded, NodeUnavailable)):
+            await client.load("r", 0, into, timeout_s=-1.0)
+        assert (await client.session(trio.current_time() + 5)).session == before
+        assert statuses(await client.load("r", 0, into)) == ["ok"]
+        assert len(node.gateway.hosts.sessions) == 1
+
+
+async def test_a_message_the_node_would_cut_the_connection_for_is_not_sent(tmp_path: Path) -> None:
+    gateway = {"bind": "tcp://127.0.0.1:0", "max_message_bytes": 64 << 10}
+    async with node_and_host(tmp_path, gateway=gateway) as (node, client):
+        await store(client, "r", 0)
+        with pytest.raises(RemoteProtocolError, match="max_message_bytes"):
+            await client.lookup("s", "large", bytes(128 << 10))
+        assert (await client.lookup("s", "q", tokens(0))).matched_blocks == 1
+        assert node.gateway.hosts.ended == {}
+
+
+async def test_an_answer_that_cannot_be_encoded_is_an_error_of_that_question_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node_and_host(tmp_path) as (node, client):
+        await store(client, "r", 0)
+        monkeypatch.setattr(node.gateway, "_node_stats", lambda: {"far": {"too": 1 << 70}})
+        with pytest.raises(RemoteProtocolError, match="cannot be encoded"):
+            await client.stats()
+        assert (await client.lookup("s", "q", tokens(0))).matched_blocks == 1
+
+
+async def test_a_landing_zone_that_cannot_be_had_does_not_stay_in_the_way(tmp_path: Path) -> None:
+    async with node_and_host(tmp_path) as (_, client):
+        await store(client, "r", 0)
+        for slots in (0, (1 << 16) + 1):
+            with pytest.raises(ValueError, match="slots"):
+                await client.landing_zone("s", slots)
+        with pytest.raises(RemoteProtocolError):
+            await client.landing_zone("s", 4, shard=7)
+        await client._talk.lose(client._talk.current)
+        assert (await client.lookup("s", "q", tokens(0))).matched_blocks == 1
+
+
+async def test_after_a_session_is_lost_its_landing_zone_is_empty_and_the_next_one_has_another(
+    tmp_path: Path,
+) -> None:
+    async with node_and_host(tmp_path) as (_, client):
+        assert await client.landing_zone("s", 4)
+        await store(client, "r", 0)
+        await client.lookup("s", "q", tokens(0))
+        await until(lambda: client.placed("s", tokens(0)) == 1)
+        await client._talk.lose(client._talk.current)
+        assert client.placed("s", tokens(0)) == 0
+        await client.lookup("s", "q2", tokens(0))
+        assert statuses(await client.load("q2", 0, buffers(1))) == ["ok"]
+        await until(lambda: client.placed("s", tokens(0)) == 1)

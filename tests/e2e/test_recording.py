@@ -461,3 +461,26 @@ async def test_several_spaces_shards_and_an_epoch_are_fed_back_too(tmp_path: Pat
     assert verdict.difference == ""
     assert verdict.decisions["victim"] > 10
     assert lint(path) == []
+
+
+async def test_a_recording_ends_once_whoever_asks_at_the_same_time(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    async with trio.open_nursery() as outer:
+        outer.cancel_scope.deadline = trio.current_time() + 20
+        async with serving(Node(config)) as node:
+            path = tmp_path / "r.rec"
+            node.recorder.start(path)
+            refused = []
+
+            async def stop() -> None:
+                try:
+                    await node.recorder.stop("asked")
+                except ConfigError as error:
+                    refused.append(str(error))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stop)
+                nursery.start_soon(stop)
+            assert len(refused) == 1
+            assert "ending already" in refused[0]
+            assert read_recording(path).is_whole

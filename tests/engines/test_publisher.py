@@ -17,8 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dpurt.core.held_blocks import HostTier, Leading
 from dpurt.engines import sglang_events, vllm_events
 from dpurt.engines.kv_events import END_SEQ
-from dpurt.engines.publisher import MAX_TRIES, PROBE_S, SILENT_S, Ask, Publisher
+from dpurt.engines.publisher import MAX_LOST, MAX_TRIES, PROBE_S, SILENT_S, Ask, Publisher
 from dpurt.engines.residency import Engine, Residency, label_of
+from dpurt.engines.sources import Source, checked
+from dpurt.errors import RemoteProtocolError
 
 BLOCK = 4
 Chain = tuple[int, ...]
@@ -521,3 +523,36 @@ def test_salts_images_loras_and_odd_tokens_never_match_a_plain_prompt() -> None:
         assert held.leading(None, prompt((1, 2, 3)), label_of([salt])) == Leading(3, 3)
     assert held.leading(None, prompt((1, 2, 3)), label_of(["other"])) == Leading(0, 0)
     assert one.residency.stats.odd > 0
+
+
+def test_what_is_nested_too_deeply_to_be_told_apart_is_like_nothing_else() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    assert label_of([deep]) != label_of([deep])
+    assert len(label_of([deep])) == 16
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://h:5557/", "tcp://h:5557?x=1", "tcp://a$b:5", "tcp://h", "ipc://", "ipc:///" + "x" * 200],
+)
+def test_an_endpoint_that_cannot_be_connected_to_is_no_source(endpoint: str) -> None:
+    with pytest.raises(RemoteProtocolError, match="no endpoint"):
+        checked([Source(rank=0, events=endpoint)])
+    good = ("tcp://gpu-7.rack_1:5557", "tcp://[fe80::1]:1", "ipc:///run/x")
+    assert len(checked([Source(rank=i, events=one) for i, one in enumerate(good)])) == 3
+
+
+def test_a_block_of_a_billion_tokens_is_nobodys() -> None:
+    with pytest.raises(RemoteProtocolError, match="blocks of"):
+        checked([Source(rank=0, events="tcp://h:1", block_tokens=1 << 44)])
+
+
+def test_lost_messages_are_counted_as_far_as_a_counter_goes() -> None:
+    publisher = Publisher(
+        Residency(Engine(dialect=vllm_events.DIALECT, block_tokens=4)), has_replay=False, now=0.0
+    )
+    for _ in range(3):
+        publisher._surrender((1 << 63) - 1)
+    assert publisher.stats.lost == MAX_LOST

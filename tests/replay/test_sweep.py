@@ -118,6 +118,20 @@ def test_a_file_that_is_no_journal_is_refused_untouched(tmp_path):
     assert path.read_text() == "dear diary\n"
 
 
+@pytest.mark.parametrize("text", [b"precious", b'{"a": 1}', b"\xff\x00" * 50])
+def test_a_file_without_a_line_is_no_torn_journal(tmp_path, text):
+    path = tmp_path / "mine"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match="expected a journal"):
+        Journal(path, SLICE, FIRST)
+    assert path.read_bytes() == text
+
+
+def test_results_depend_on_the_shipped_prior_and_on_what_reads_recordings():
+    names = {path.name for path in sweep_module._sources()}
+    assert {"returns.npz", "recording.py", "prefetch.py", "engine.py"} <= names
+
+
 def test_a_worker_tells_how_far_it_is_and_its_result():
     tasks = io.StringIO(
         json.dumps({"file": str(SLICE), "reading": {"limit": 60}})

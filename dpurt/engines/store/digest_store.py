@@ -19,8 +19,9 @@ import logging
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import trio
@@ -197,10 +198,11 @@ class DigestStore:
         if not digests:
             return
         request = self._new_request()
-        found = await client.lookup(
-            self.name, request, digests=digests, will_load=will_load, shard=self._shard, chained=False,
-            timeout_s=budget,
-        )  # fmt: skip
+        async with _ended_if_late(client, request):
+            found = await client.lookup(
+                self.name, request, digests=digests, will_load=will_load, shard=self._shard, chained=False,
+                timeout_s=budget,
+            )  # fmt: skip
         here[:] = [found.is_present(i) for i in range(len(digests))]
         self._count(asked=len(digests), found=found.matched_blocks)
         if will_load and found.matched_blocks:
@@ -239,10 +241,11 @@ class DigestStore:
         elif scope is not None:
             await client.finish(scope.request)
         request = self._new_request()
-        await client.lookup(
-            self.name, request, digests=digests, shard=self._shard, chained=False,
-            timeout_s=deadline - trio.current_time(),
-        )  # fmt: skip
+        async with _ended_if_late(client, request):
+            await client.lookup(
+                self.name, request, digests=digests, shard=self._shard, chained=False,
+                timeout_s=deadline - trio.current_time(),
+            )  # fmt: skip
         await self._load(client, request, rooms, here, deadline)
 
     async def _load(
@@ -360,3 +363,14 @@ class DigestStore:
             self._log.warning("dpurt: down, the engine goes on without and tries again: %s", why)
         else:
             self._log.info("dpurt: up, node %s, space %s", self._endpoint, self.name)
+
+
+@asynccontextmanager
+async def _ended_if_late(client: Client, request: str) -> AsyncIterator[None]:
+    """A lookup whose answer does not come may have opened a scope all the same."""
+    try:
+        yield
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await client.finish(request)
+        raise
