@@ -250,7 +250,9 @@ class BlockingClient:
         )  # fmt: skip
 
     def finish(self, request: str, reason: str = "") -> None:
-        """See `Client.finish`. Returns at once."""
+        """See `Client.finish`. Returns at once, before it has left: a call right after may come before it, so let the next
+        request have another name.
+        """
         self.hint(m.Hint(request=request, kind="finish", reason=reason))
 
     def cancel(self, request: str, timeout_s: float | None = None) -> int:

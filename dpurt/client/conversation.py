@@ -82,8 +82,8 @@ class Terms:
 class Conversation:
     """See above. Its three loops, `read`, `keep_alive` and `keep_memories`, run beside the calls until cancelled.
 
-    `prepare` is called on each new session before it counts; `give_back` gets the answer to a load that nobody waits for any more;
-    `lost` hears of the end of a session before its memory goes.
+    `prepare` is called on each new session before it counts; `give_back` gets the answer to a load or reserve that nobody
+    waits for any more; `lost` hears of the end of a session before its memory goes.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Conversation:
         endpoint: str,
         terms: Terms,
         prepare: Callable[[Session, float], Awaitable[None]],
-        give_back: Callable[[m.LoadReply], Awaitable[None]],
+        give_back: Callable[[m.LoadReply | m.ReserveReply], Awaitable[None]],
         lost: Callable[[], None],
     ) -> None:
         self.endpoint = endpoint
@@ -261,7 +261,7 @@ class Conversation:
             if waiter is not None:
                 waiter[1].append(reply)
                 waiter[0].set()
-            elif isinstance(reply, m.LoadReply):
+            elif isinstance(reply, (m.LoadReply, m.ReserveReply)):
                 await self._give_back(reply)  # who asked has given up
             elif isinstance(reply, m.ErrorReply) and reply.code == "no_session":
                 await self.lose(self.current)

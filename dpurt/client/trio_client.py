@@ -610,11 +610,15 @@ class Client:
     async def _load(self, message: m.Load, deadline: float) -> m.LoadReply:
         return await self._talk.call(message, m.LoadReply, deadline - trio.current_time())
 
-    async def _release(self, reply: m.LoadReply) -> None:
-        leases = [grant.lease for grant in reply.blocks if grant.lease]
-        if leases:
+    async def _release(self, reply: m.LoadReply | m.ReserveReply) -> None:
+        message = m.Release()
+        if isinstance(reply, m.LoadReply):
+            message.leases = [grant.lease for grant in reply.blocks if grant.lease]
+        else:
+            message.reservations = [one.reservation for one in reply.blocks if one.reservation]
+        if message.leases or message.reservations:
             with trio.CancelScope(shield=True):
-                await self._talk.post(m.Release(leases=leases))
+                await self._talk.post(message)
 
     def _checked(self, reply: m.LoadReply, arrived: Sequence[Views | None]) -> list[LoadedBlock]:
         return [

@@ -115,7 +115,8 @@ class _Requests:
                 self._arrived(line)
             case r.StoredLine(now, sequence, blocks) if sequence in self.by_sequence:
                 seen = self.by_sequence[sequence]
-                seen.blocks += [block for block in blocks if block not in set(seen.blocks)]
+                known = set(seen.blocks)
+                seen.blocks += [block for block in blocks if block not in known]
                 seen.prefilled_at = now
             case r.DemandedLine(now, _, sequence) if sequence in self.by_sequence:
                 self.by_sequence[sequence].prefilled_at = now

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+import trio.lowlevel
 
 from dpurt.client import BlockingClient, Client, connect, conversation
 from dpurt.client.conversation import _address_from
@@ -764,3 +765,22 @@ async def test_after_a_session_is_lost_its_landing_zone_is_empty_and_the_next_on
         await client.lookup("s", "q2", tokens(0))
         assert statuses(await client.load("q2", 0, buffers(1))) == ["ok"]
         await until(lambda: client.placed("s", tokens(0)) == 1)
+
+
+async def test_reservations_that_come_after_their_store_was_given_up_are_given_back(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    with trio.fail_after(30):
+        async with (
+            running(config) as node,
+            host(node, config) as client,
+            host(node, config, "host-b") as other,
+        ):
+            await client.stats()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(store, client, "w", *range(16))
+                while not client._talk._waiting:
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            await client.stats()  # after the reserve
+            await until(lambda: node.intake.num_reserved == 0)
+            await store(other, "w", *range(16))
